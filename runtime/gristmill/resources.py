@@ -87,9 +87,10 @@ def _cgroup_folders(controller: str, proc: Path) -> Iterator[Path]:
             continue
         if kind[0] == "cgroup" and controller not in kind[-1].split(","):
             continue
-        path = paths.get("" if kind[0] == "cgroup2" else controller)
-        if path is None:
+        key = "" if kind[0] == "cgroup2" else controller
+        if key not in paths:
             continue
+        path = paths[key]
         top = Path(mount[4].replace("\\040", " "))
         # in a container the mount shows only the part of the hierarchy below its root field
         root = mount[3].rstrip("/")

@@ -65,7 +65,7 @@ class Tracer(NullTracer):
         for attempt in range(1000):
             path = Path(trace_dir) / f"part-{os.getpid()}-{safe}-{attempt}.jsonl"
             try:
-                self._file = open(path, "xb", buffering=0)
+                self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
                 break
             except FileExistsError:
                 continue
