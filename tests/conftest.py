@@ -1,0 +1,22 @@
+"""Shared pytest set-up: the repository root is importable as `tests.support.*`, and every test prints the seed it drew."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed per test run, shown when the test fails; GRISTMILL_TEST_SEED repeats one."""
+    value = int(os.environ.get("GRISTMILL_TEST_SEED") or random.SystemRandom().randrange(2**31))
+    request.node.add_report_section("setup", "seed", f"GRISTMILL_TEST_SEED={value}")
+    return value
