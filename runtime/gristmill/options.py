@@ -1,65 +1,166 @@
 """Every option of the engine, in one dataclass: defaults, help texts, choices and validation.
 
-The command line, the GRISTMILL_* environment variables and `gristmill.Engine(**options)` are all generated from it.
+The command line (cli/arguments.py), the GRISTMILL_* environment variables and `gristmill.Engine(**options)` are all generated from it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.errors import OptionError
 
+ENV_PREFIX = "GRISTMILL_"
+# variables with our prefix that other parts read: the kernels package and the build of its wheels
+_FOREIGN_ENV = ("GRISTMILL_KERNELS_", "GRISTMILL_PLATFORM")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
-def _opt(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, low: float | None = None, high: float | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+def _opt(
+    default: Any, help: str, *, group: str, choices: tuple[Any, ...] | None = None, low: float | None = None, high: float | None = None
+) -> Any:
+    return field(default=default, metadata={"help": help, "group": group, "choices": choices, "low": low, "high": high})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of one engine. `model` is a directory, a .gguf file, a catalogue name or a hub id."""
 
-    model: str = _opt("", "model directory, .gguf file, catalogue name or hub id")
-    served_model_name: str = _opt("", "name in the API (default: the last part of MODEL)")
-    revision: str = _opt("", "hub revision of MODEL (branch, tag or commit)")
+    model: str = _opt("", "model directory, .gguf file, catalogue name or hub id", group="model")
+    served_model_name: str = _opt("", "name in the API (default: the last part of MODEL)", group="server")
+    revision: str = _opt("", "hub revision of MODEL (branch, tag or commit)", group="model")
 
-    host: str = _opt("127.0.0.1", "address to listen on")
-    port: int = _opt(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
+    host: str = _opt("127.0.0.1", "address to listen on", group="server")
+    port: int = _opt(8000, "port to listen on; 0 picks a free one", low=0, high=65535, group="server")
 
-    device: str = _opt("cpu", "where the model runs", choices=("cpu",))
-    dtype: str = _opt("auto", "dtype of weights and activations (auto: bfloat16 where the CPU has instructions for it, else float32)",
-                      choices=("auto", "float32", "bfloat16"))
-    attention_backend: str = _opt("auto", "attention backend by registered name, or auto")
-    context_length: int = _opt(0, "longest prompt + output in tokens (0: what the model was trained for)", low=0)
-    threads: int = _opt(0, "CPU threads of the model worker (0: the cores this process may use)", low=0)
+    device: str = _opt("cpu", "where the model runs", choices=("cpu",), group="compute")
+    dtype: str = _opt(
+        "auto",
+        "dtype of weights and activations (auto: bfloat16 where the CPU has instructions for it, else float32)",
+        choices=("auto", "float32", "bfloat16"),
+        group="compute",
+    )
+    attention_backend: str = _opt("auto", "attention backend by registered name, or auto", group="compute")
+    context_length: int = _opt(0, "longest prompt + output in tokens (0: what the model was trained for)", low=0, group="model")
+    threads: int = _opt(0, "CPU threads of the model worker (0: the cores this process may use)", low=0, group="compute")
 
-    pool_tokens: int = _opt(0, "token slots of the KV pool (0: as many as kv_memory_fraction allows)", low=0)
-    kv_memory_fraction: float = _opt(0.3, "share of the memory left after loading the weights that the KV pool may take", low=0.01, high=0.95)
-    page_size: int = _opt(1, "tokens per page of the KV pool", low=1, high=64)
-    max_running: int = _opt(64, "most requests in one step", low=1, high=4096)
-    max_queued: int = _opt(1024, "most requests waiting; one more is refused with 503", low=1)
+    pool_tokens: int = _opt(0, "token slots of the KV pool (0: as many as kv_memory_fraction allows)", low=0, group="memory")
+    kv_memory_fraction: float = _opt(
+        0.3, "share of the memory left after loading the weights that the KV pool may take", low=0.01, high=0.95, group="memory"
+    )
+    page_size: int = _opt(1, "tokens per page of the KV pool", low=1, high=64, group="memory")
+    max_running: int = _opt(64, "most requests in one step", low=1, high=4096, group="scheduling")
+    max_queued: int = _opt(1024, "most requests waiting; one more is refused with 503", low=1, group="server")
 
-    overlap: bool = _opt(True, "plan and send step t+1 while step t runs")
-    radix_cache: bool = _opt(True, "reuse the KV of common prefixes")
-    chunk_tokens: int = _opt(512, "most prompt tokens computed in one step (0: no chunking)", low=0)
-    mixed_chunks: bool = _opt(True, "run decode rows beside a prompt chunk in one step")
+    overlap: bool = _opt(True, "plan and send step t+1 while step t runs", group="scheduling")
+    radix_cache: bool = _opt(True, "reuse the KV of common prefixes", group="memory")
+    chunk_tokens: int = _opt(512, "most prompt tokens computed in one step (0: no chunking)", low=0, group="scheduling")
+    mixed_chunks: bool = _opt(True, "run decode rows beside a prompt chunk in one step", group="scheduling")
 
-    max_body_bytes: int = _opt(16 << 20, "largest HTTP request body", low=1024)
-    drain_s: float = _opt(30.0, "seconds that SIGTERM waits for open requests", low=0)
-    log_level: str = _opt("info", "log level", choices=("debug", "info", "warning", "error"))
-    trace: str = _opt("", "write a Chrome/Perfetto trace of all processes to this file")
+    max_body_bytes: int = _opt(16 << 20, "largest HTTP request body", low=1024, group="server")
+    drain_s: float = _opt(30.0, "seconds that SIGTERM waits for open requests", low=0, group="server")
+    log_level: str = _opt("info", "log level", choices=("debug", "info", "warning", "error"), group="operation")
+    trace: str = _opt("", "write a Chrome/Perfetto trace of all processes to this file", group="operation")
 
     def __post_init__(self) -> None:
-        for name, spec in self.__dataclass_fields__.items():
-            value, meta, flag = getattr(self, name), spec.metadata, "--" + name.replace("_", "-")
-            kind = type(spec.default)
-            if kind is float and type(value) is int:
-                object.__setattr__(self, name, float(value))
-            elif type(value) is not kind:
-                raise OptionError(f"{flag} must be {kind.__name__}, not {value!r}")
-            if meta["choices"] and value not in meta["choices"]:
-                raise OptionError(f"{flag} must be one of {', '.join(map(str, meta['choices']))}, not {value!r}")
-            if meta["low"] is not None and not value >= meta["low"]:
-                raise OptionError(f"{flag} must be at least {meta['low']}, not {value!r}")
-            if meta["high"] is not None and not value <= meta["high"]:
-                raise OptionError(f"{flag} must be at most {meta['high']}, not {value!r}")
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if type(spec.default) is float and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, spec.name, value)
+            check_value(spec, value, flag(spec.name))
+
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {spec.name: spec for spec in dataclasses.fields(Options)}
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of the option `name`."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    """The environment variable of the option `name`."""
+    return ENV_PREFIX + name.upper()
+
+
+def wanted(spec: dataclasses.Field[Any]) -> str:
+    """What a right value of an option looks like, in words."""
+    meta, kind = spec.metadata, type(spec.default)
+    if meta["choices"]:
+        return "one of " + ", ".join(map(str, meta["choices"]))
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return "text"
+    low, high = meta["low"], meta["high"]
+    words = "a whole number" if kind is int else "a number"
+    if low is not None and high is not None:
+        return f"{words} from {low} to {high}"
+    return f"{words}, at least {low}" if low is not None else words
+
+
+def check_value(spec: dataclasses.Field[Any], value: Any, label: str) -> None:
+    """Raise OptionError, naming `label`, when `value` is of another type than the option or out of its range."""
+    meta = spec.metadata
+    good = (
+        type(value) is type(spec.default)
+        and (not meta["choices"] or value in meta["choices"])
+        and (type(value) is not float or math.isfinite(value))
+        and (meta["low"] is None or value >= meta["low"])
+        and (meta["high"] is None or value <= meta["high"])
+    )
+    if not good:
+        raise OptionError(f"{label} must be {wanted(spec)}, not {value!r}")
+
+
+def parse_value(spec: dataclasses.Field[Any], text: str, label: str) -> Any:
+    """The value that `text` from a command line or the environment spells; raises OptionError naming `label`."""
+    kind = type(spec.default)
+    value: Any = text
+    if kind is bool:
+        lowered = text.strip().lower()
+        value = True if lowered in _TRUE else False if lowered in _FALSE else text
+    elif kind is int and re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text, re.ASCII):
+        value = int(text)
+    elif kind is float and re.fullmatch(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?\s*", text, re.ASCII):
+        value = float(text)
+    check_value(spec, value, label)
+    return value
+
+
+def from_environment(environ: Mapping[str, str], names: Iterable[str] = tuple(FIELDS)) -> tuple[dict[str, Any], list[str]]:
+    """Options set by GRISTMILL_* variables, and a warning for each variable with that prefix that is no option.
+
+    An empty variable counts as unset. Only `names` are read, so a command is not stopped by a variable that is of no use to it.
+    """
+    values: dict[str, Any] = {}
+    warnings = []
+    for name in names:
+        text = environ.get(env_name(name), "")
+        if text != "":
+            values[name] = parse_value(FIELDS[name], text, env_name(name))
+    known = [env_name(name) for name in FIELDS]
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX) and variable not in known and not variable.startswith(_FOREIGN_ENV):
+            warnings.append(f"environment variable {variable} is not an option of gristmill{suggestion(variable, known)}")
+    return values, warnings
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or nothing when no known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def make_options(model: str, options: Mapping[str, Any]) -> Options:
+    """Options from keyword arguments, for the Python API; an unknown name is an OptionError with a suggestion."""
+    for name in options:
+        if name not in FIELDS:
+            raise OptionError(f"there is no option {name!r}{suggestion(name, FIELDS)}")
+    return Options(**{**options, "model": model})
