@@ -1,0 +1,196 @@
+"""The one place where every op of the package is declared: its schema and the static facts by which an implementation is chosen.
+Plain data, free of torch: dispatch.py registers it, C++ implements against it. Meanings of the arguments: the public functions' docstrings.
+
+Conventions. Ops return nothing; what they write comes first and is marked `Tensor(a!)`. Index tensors are int32, LSE and per-row parameters float32,
+seeds int64. The innermost stride of every data tensor is 1, all other strides are free and must be honoured, with int64 offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+NAMESPACE = "gristmill"
+FAMILIES = ("native", "triton", "metal", "reference")
+
+# KV lists are cut every SPLIT_TOKENS entries, counted from the start of the request's list, whatever the batch, the chunk or the number of threads:
+# that is what makes a row's result independent of its neighbours.
+SPLIT_TOKENS = 256
+
+# Layout of a decode plan, one int32 tensor (B requests, W workers, I items):
+#   [0] PLAN_VERSION  [1] B  [2] I  [3] W  [4] SPLIT_TOKENS
+#   worker_indptr[W+1]   items of worker w are [worker_indptr[w], worker_indptr[w+1])
+#   request_indptr[B+1]  items of request b, in ascending order of their start
+#   item_request[I]
+#   item_start[I]        offset in the request's KV list; the item covers [start, min(start + SPLIT_TOKENS, kv_len))
+# Its workspace is float32[I, Hq, Dv + 1]: the item's normalised output, then its LSE.
+PLAN_VERSION = 1
+PLAN_HEADER = 5
+
+
+class NormKey(NamedTuple):
+    device: str
+    dtype: Any
+
+
+class RopeKey(NamedTuple):
+    device: str
+    dtype: Any
+    head_dim: int
+    rotary_dim: int
+
+
+class ActivationKey(NamedTuple):
+    device: str
+    dtype: Any
+
+
+class StoreKey(NamedTuple):
+    device: str
+    dtype: Any
+    cache_dtype: Any
+
+
+class IndexKey(NamedTuple):
+    device: str
+
+
+class AttentionKey(NamedTuple):
+    device: str
+    dtype: Any
+    cache_dtype: Any
+    head_dim: int
+    head_dim_v: int
+    num_qo_heads: int
+    num_kv_heads: int
+
+
+class MergeKey(NamedTuple):
+    device: str
+    dtype: Any
+
+
+class LogitsKey(NamedTuple):
+    device: str
+    dtype: Any
+
+
+class LinearKey(NamedTuple):
+    device: str
+    dtype: Any
+
+
+def norm_key(x: Any) -> tuple:
+    return (x.device.type, x.dtype)
+
+
+def rope_key(q: Any, cos_sin_cache: Any) -> tuple:
+    return (q.device.type, q.dtype, q.shape[-1], cos_sin_cache.shape[-1])
+
+
+def store_key(k: Any, k_cache: Any) -> tuple:
+    return (k.device.type, k.dtype, k_cache.dtype)
+
+
+def attention_key(q: Any, k_cache: Any, v_cache: Any) -> tuple:
+    _, num_qo_heads, head_dim = q.shape
+    _, num_kv_heads, head_dim_v = v_cache.shape
+    return (q.device.type, q.dtype, k_cache.dtype, head_dim, head_dim_v, num_qo_heads, num_kv_heads)
+
+
+class OpSpec(NamedTuple):
+    """One op: its schema, the key type its `supports` predicates receive, and how a key is read off the op's own arguments."""
+
+    schema: str
+    key_type: Callable[..., Any]
+    key_of: Callable[..., tuple]
+
+    @property
+    def name(self) -> str:
+        return self.schema.split("(", 1)[0]
+
+
+_SPECS = (
+    # norm
+    OpSpec("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()", NormKey, lambda out, x, weight, eps: norm_key(x)),
+    OpSpec(
+        "fused_add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()",
+        NormKey,
+        lambda x, residual, weight, eps: norm_key(x),
+    ),
+    # rope: rotates the first cos_sin_cache.shape[-1] elements of every head, in place
+    OpSpec(
+        "apply_rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin_cache, bool is_neox) -> ()",
+        RopeKey,
+        lambda q, k, positions, cos_sin_cache, is_neox: rope_key(q, cos_sin_cache),
+    ),
+    # activation
+    OpSpec("silu_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
+    # kvcache: slot -1 is skipped
+    OpSpec(
+        "store_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()",
+        StoreKey,
+        lambda k_cache, v_cache, k, v, slots: store_key(k, k_cache),
+    ),
+    # indices: kv_indices writes indptr[B+1] and the positions [kv_start[b], seq_lens[b]) of row req_slots[b], request after request
+    OpSpec(
+        "kv_indices(Tensor(a!) indptr, Tensor(b!) indices, Tensor req_to_token, Tensor req_slots, Tensor seq_lens, Tensor? kv_start) -> ()",
+        IndexKey,
+        lambda indptr, indices, req_to_token, req_slots, seq_lens, kv_start: (indptr.device.type,),
+    ),
+    OpSpec("qo_indptr(Tensor(a!) out, Tensor q_lens) -> ()", IndexKey, lambda out, q_lens: (out.device.type,)),
+    OpSpec(
+        "write_req_to_token(Tensor(a!) req_to_token, Tensor req_slots, Tensor starts, Tensor lens, Tensor slots) -> ()",
+        IndexKey,
+        lambda req_to_token, req_slots, starts, lens, slots: (req_to_token.device.type,),
+    ),
+    # attention: see schema notes on plan and workspace above; custom_mask is bool, flat, row-major [q_len, kv_len] from mask_indptr[b] on
+    OpSpec(
+        "decode_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_indptr, Tensor kv_indices, "
+        "Tensor? sinks, Tensor? plan, Tensor(c!)? workspace, float sm_scale, float logit_cap, SymInt window_left, "
+        "float k_scale, float v_scale) -> ()",
+        AttentionKey,
+        lambda out, lse, q, k_cache, v_cache, *rest, **options: attention_key(q, k_cache, v_cache),
+    ),
+    OpSpec(
+        "extend_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr, "
+        "Tensor kv_indices, Tensor? custom_mask, Tensor? mask_indptr, Tensor? sinks, bool causal, float sm_scale, float logit_cap, "
+        "SymInt window_left, float k_scale, float v_scale) -> ()",
+        AttentionKey,
+        lambda out, lse, q, k_cache, v_cache, *rest, **options: attention_key(q, k_cache, v_cache),
+    ),
+    # out may be o_a or o_b, out_lse may be lse_a or lse_b
+    OpSpec(
+        "merge_state(Tensor(a!) out, Tensor(b!) out_lse, Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> ()",
+        MergeKey,
+        lambda out, out_lse, o_a, lse_a, o_b, lse_b: norm_key(o_a),
+    ),
+    # sampling: -1 marks a row that has no answer
+    OpSpec("greedy(Tensor(a!) out, Tensor logits) -> ()", LogitsKey, lambda out, logits: norm_key(logits)),
+    OpSpec(
+        "sample(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
+        "Tensor positions) -> ()",
+        LogitsKey,
+        lambda out, logits, *rest, **options: norm_key(logits),
+    ),
+    OpSpec(
+        "apply_logit_bias(Tensor(a!) logits, Tensor indptr, Tensor ids, Tensor values) -> ()",
+        LogitsKey,
+        lambda logits, indptr, ids, values: norm_key(logits),
+    ),
+    OpSpec(
+        "apply_penalties(Tensor(a!) logits, Tensor prompt_mask, Tensor output_counts, Tensor presence, Tensor frequency, "
+        "Tensor repetition) -> ()",
+        LogitsKey,
+        lambda logits, *rest, **options: norm_key(logits),
+    ),
+    # gemm: `packed` is 1-D, of the weight's dtype; its layout belongs to the family that packed it
+    OpSpec("pack_weight(Tensor(a!) out, Tensor weight) -> ()", LinearKey, lambda out, weight: norm_key(weight)),
+    OpSpec(
+        "packed_linear(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, SymInt n, SymInt k) -> ()",
+        LinearKey,
+        lambda out, x, packed, bias, n, k: norm_key(x),
+    ),
+)
+
+OPS: dict[str, OpSpec] = {spec.name: spec for spec in _SPECS}
