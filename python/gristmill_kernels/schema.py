@@ -23,7 +23,7 @@ SPLIT_TOKENS = 256
 #   request_indptr[B+1]  items of request b, in ascending order of their start
 #   item_request[I]
 #   item_start[I]        offset in the request's KV list; the item covers [start, min(start + SPLIT_TOKENS, kv_len))
-# Its workspace is float32[I, Hq, Dv + 1]: the item's normalised output, then its LSE.
+# Its workspace is float32[I, Hq, Dv + 2]: the item's output before normalisation, its largest score, its sum of exponentials.
 PLAN_VERSION = 1
 PLAN_HEADER = 5
 
