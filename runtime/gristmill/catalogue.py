@@ -77,8 +77,9 @@ def resolve_model(model: str, revision: str = "") -> ResolvedModel:
     path = Path(os.path.expanduser(model))
     if _exists(path):
         if path.is_dir() or path.suffix == ".gguf":
-            resolved = path.resolve()
-            return ResolvedModel(str(resolved), resolved.name)
+            # not resolve(): a file of the hub's cache is a link to a blob whose name has no .gguf
+            absolute = os.path.abspath(path)
+            return ResolvedModel(absolute, os.path.basename(absolute))
         raise ModelError(f"MODEL {model!r} is a file but not a .gguf; give the directory with its config.json")
     if model in CATALOGUE:
         entry = CATALOGUE[model]
