@@ -16,8 +16,8 @@ from typing import Any
 from gristmill.errors import OptionError
 
 ENV_PREFIX = "GRISTMILL_"
-# variables with our prefix that other parts read: the kernels package and the build of its wheels
-_FOREIGN_ENV = ("GRISTMILL_KERNELS_", "GRISTMILL_PLATFORM")
+# variables with our prefix that other parts read: the kernels package, the build of its wheels, our tests
+_FOREIGN_ENV = ("GRISTMILL_KERNELS_", "GRISTMILL_PLATFORM", "GRISTMILL_TEST_")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
