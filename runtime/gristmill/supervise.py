@@ -169,9 +169,10 @@ def _child_environment(role: str, config: LaunchConfig) -> dict[str, str]:
     from gristmill.resources import cpu_count
 
     environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-    root = str(Path(gristmill.__file__).resolve().parents[1])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    root = Path(gristmill.__file__).resolve().parents[1]
+    if root.name not in ("site-packages", "dist-packages"):  # run from a source tree, perhaps found by the working directory alone
+        paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     environment["PYTHONSAFEPATH"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
     # thread pools of numeric libraries are sized when they are loaded, and by the machine, not by the cgroup

@@ -1,0 +1,1 @@
+"""The `gristmill` command: one module per subcommand, imported only when it is used."""

@@ -1,0 +1,73 @@
+"""The `gristmill` command. `--help` and `--version` load nothing but the standard library and the options."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import gristmill
+from gristmill.cli.arguments import Parser
+from gristmill.errors import GristmillError
+from gristmill.logs import escape
+from gristmill.options import suggestion
+
+COMMANDS = {
+    "serve": "serve a model over an OpenAI-compatible HTTP API",
+    "generate": "complete prompts and print the text",
+    "chat": "talk to a model in the terminal",
+    "models": "list the models of the catalogue",
+    "doctor": "say what works on this machine and why not",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the bare command; each subcommand parses the words after its own name."""
+    epilog = "commands:\n" + "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
+    parser = Parser(
+        prog="gristmill",
+        description="A small LLM inference engine.",
+        epilog=epilog + "\n\n`gristmill COMMAND --help` lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gristmill {gristmill.__version__}")
+    parser.add_argument("command", metavar="COMMAND", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors a person can act on are one line on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except GristmillError as error:
+        print(f"error: {escape(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `gristmill generate ... | head`
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the flush at exit complains
+        return 141
+
+
+def _run(words: Sequence[str]) -> int:
+    parser = build_parser()
+    if not words:
+        parser.print_help()
+        return 2
+    if words[0].startswith("-"):
+        parser.parse_args(words[:1])
+        parser.error(f"unknown option {words[0]}")
+    command, rest = words[0], words[1:]
+    if command not in COMMANDS:
+        parser.error(f"there is no command {command!r}{suggestion(command, COMMANDS)}; commands: {', '.join(COMMANDS)}")
+    module = importlib.import_module(f"gristmill.cli.{command}")
+    command_parser = Parser(prog=f"gristmill {command}", description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".")
+    module.add_arguments(command_parser)
+    result: int = module.run(command_parser.parse_args(rest))
+    return result
