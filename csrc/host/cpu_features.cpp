@@ -1,5 +1,5 @@
-// x86: cpuid says what the core has, xgetbv what the kernel saves on a context switch, and arch_prctl whether AMX tiles are granted.
-// A feature counts only when all of them agree. arm64: the kernel's hwcaps (Linux) or sysctl (macOS).
+// x86: cpuid says what the core has, xgetbv what the kernel saves on a context switch, and arch_prctl whether AMX tiles
+// are granted. A feature counts only when all of them agree. arm64: the kernel's hwcaps (Linux) or sysctl (macOS).
 #include "cpu_features.h"
 
 #include <algorithm>
@@ -48,7 +48,8 @@ uint64_t saved_register_states(bool osxsave) {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Linux hands out the 8 KiB of tile registers per process and only on request; without it the first tile instruction is SIGILL.
+// Linux hands out the 8 KiB of tile registers per process and only on request; without it the first tile instruction is
+// SIGILL.
 bool tiles_granted() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
@@ -62,8 +63,8 @@ bool tiles_granted() {
 Features detect() {
   const Registers base = cpuid(1), wide = cpuid(7, 0), wide1 = cpuid(7, 1), extended = cpuid(0x80000001u);
   const uint64_t saved = saved_register_states(bit(base.ecx, 27));
-  const bool ymm = (saved & 0x6) == 0x6;             // SSE and AVX state
-  const bool zmm = ymm && (saved & 0xe0) == 0xe0;    // mask registers and both halves of the zmm file
+  const bool ymm = (saved & 0x6) == 0x6;               // SSE and AVX state
+  const bool zmm = ymm && (saved & 0xe0) == 0xe0;      // mask registers and both halves of the zmm file
   const bool tile_state = (saved >> 17 & 0x3) == 0x3;  // XTILECFG and XTILEDATA
   const bool tiles = tile_state && bit(wide.edx, 24) && tiles_granted();
   return {
@@ -112,7 +113,7 @@ Features detect() {
 #elif defined(__linux__)
 Features detect() {
   const uint64_t caps = getauxval(AT_HWCAP), caps2 = getauxval(26);  // 26 = AT_HWCAP2
-  return {{"neon", (caps >> 1 & 1) != 0},   {"fp16", (caps >> 10 & 1) != 0}, {"dotprod", (caps >> 20 & 1) != 0},
+  return {{"neon", (caps >> 1 & 1) != 0},   {"fp16", (caps >> 10 & 1) != 0},  {"dotprod", (caps >> 20 & 1) != 0},
           {"i8mm", (caps2 >> 13 & 1) != 0}, {"bf16", (caps2 >> 14 & 1) != 0}, {"sve", (caps >> 22 & 1) != 0}};
 }
 #else
@@ -128,7 +129,8 @@ struct Level {
   std::vector<const char*> needs;  // beyond the level below it
 };
 
-// Best first, each on top of the next. packaging/cmake/isa_levels.cmake compiles with the flags that stand for these lists.
+// Best first, each on top of the next. packaging/cmake/isa_levels.cmake compiles with the flags that stand for these
+// lists.
 std::vector<Level> levels() {
 #if defined(GRISTMILL_X86)
   return {{"amx", {"amx_tile", "amx_bf16", "amx_int8"}},

@@ -45,7 +45,8 @@ IntArray int32_argument(const py::object& value, const char* name) {
   }
   for (const char* bound : {"min", "max"}) {
     const py::int_ extreme(array.attr(bound)());
-    if (extreme < py::int_(std::numeric_limits<int32_t>::min()) || extreme > py::int_(std::numeric_limits<int32_t>::max())) {
+    if (extreme < py::int_(std::numeric_limits<int32_t>::min()) ||
+        extreme > py::int_(std::numeric_limits<int32_t>::max())) {
       throw py::value_error(argument + " must fit 32 bits, got " + py::str(extreme).cast<std::string>());
     }
   }

@@ -184,8 +184,13 @@ RadixTree::Node* RadixTree::find_child(const Node& parent, const int32_t* page) 
 
 int64_t RadixTree::common_pages(const Node& node, Tokens ids) const {
   const int64_t limit = std::min<int64_t>(node.length(), ids.size());
-  const auto differ = std::mismatch(node.tokens.begin(), node.tokens.begin() + limit, ids.begin());
-  return whole_pages(differ.first - node.tokens.begin());
+  const int32_t* ours = node.tokens.data();
+  constexpr int64_t kBlock = 64;
+  int64_t same = 0;
+  while (same + kBlock <= limit && std::memcmp(ours + same, ids.data() + same, kBlock * sizeof(int32_t)) == 0)
+    same += kBlock;
+  while (same < limit && ours[same] == ids[same]) ++same;
+  return whole_pages(same);
 }
 
 RadixTree::Root* RadixTree::find_root(const std::string& extra_key) const {
@@ -196,8 +201,9 @@ RadixTree::Root* RadixTree::find_root(const std::string& extra_key) const {
 RadixTree::Node& RadixTree::node_of(int64_t id) const {
   const auto it = nodes_.find(id);
   if (it == nodes_.end()) {
-    throw std::invalid_argument("node " + std::to_string(id) +
-                                " is not in the tree: it was evicted, cleared or never made, so match the prompt again");
+    throw std::invalid_argument(
+        "node " + std::to_string(id) +
+        " is not in the tree: it was evicted, cleared or never made, so match the prompt again");
   }
   return *it->second;
 }
@@ -230,7 +236,8 @@ RadixTree::Node* RadixTree::new_node(Node* parent, Tokens tokens, Tokens slots) 
   return (nodes_[node->id] = std::move(node)).get();
 }
 
-// Cuts `lower` after its first `length` tokens and returns the new upper node; `lower` keeps its id, its locks and its children.
+// Cuts `lower` after its first `length` tokens and returns the new upper node; `lower` keeps its id, its locks and its
+// children.
 RadixTree::Node* RadixTree::split(Node* lower, int64_t length) {
   Node* parent = lower->parent;
   const auto [first, last] = parent->children.equal_range(page_hash(lower->tokens.data()));

@@ -1,5 +1,5 @@
-// A radix tree from token prefixes to KV-cache slots: what a scheduler asks "which part of this prompt is computed already?".
-// It owns slot numbers, not memory, knows nothing of Python or torch, and is not thread-safe.
+// A radix tree from token prefixes to KV-cache slots: what a scheduler asks "which part of this prompt is computed
+// already?". It owns slot numbers, not memory, knows nothing of Python or torch, and is not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,13 @@ using Tokens = std::span<const int32_t>;
 
 // Prefixes are kept at token granularity in whole pages: every node holds a positive multiple of `page_size` tokens.
 //
-// Node ids are stable. An id names the prefix that ends at its node; a later split gives the upper part a new id, so a lock held on
-// an id always covers the same tokens. Ids are never reused: one that was evicted or cleared away is an error, never another node.
+// Node ids are stable. An id names the prefix that ends at its node; a later split gives the upper part a new id, so a
+// lock held on an id always covers the same tokens. Ids are never reused: one that was evicted or cleared away is an
+// error, never another node.
 //
-// Eviction order. All unlocked nodes are in one list, least recently used first, in which a node stands before all its ancestors
-// (a touch moves a path to the end from the leaf upwards). The head is therefore always a leaf, and leaf-first LRU is O(1) a node.
+// Eviction order. All unlocked nodes are in one list, least recently used first, in which a node stands before all its
+// ancestors (a touch moves a path to the end from the leaf upwards). The head is therefore always a leaf, and
+// leaf-first LRU is O(1) a node.
 class RadixTree {
  public:
   static constexpr int64_t kRootId = 0;  // the empty prefix, of every namespace; locking it does nothing
