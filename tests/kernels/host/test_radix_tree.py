@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from gristmill_kernels._host import RadixTree
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from gristmill_kernels._host import RadixTree
 from tests.kernels.host.twin import RadixTree as Twin
 
 # Few token values and lengths around page borders, so that prefixes meet, split and nest all the time.
@@ -288,7 +288,7 @@ def test_a_deep_chain_needs_no_stack() -> None:
             tree.insert(ids[:length], ids[:length])
         for length in range(depth - 1, depth - 4000, -1):
             tree.match(ids[:length])
-        node, present = tree.insert(ids, ids)
+        node, _ = tree.insert(ids, ids)
         assert tree.node_count > 4000
         tree.lock(node)
         assert (tree.locked, tree.evictable) == (depth, 0)
@@ -305,7 +305,7 @@ def test_a_prompt_of_a_million_tokens() -> None:
     ids = np.arange(1_000_000, dtype=np.int32) % 50_000
     slots = np.arange(1_000_000, dtype=np.int32)
     tree = RadixTree(16)
-    node, present = tree.insert(ids, slots)
+    _, present = tree.insert(ids, slots)
     assert (present, tree.size) == (0, 1_000_000)
     assert np.array_equal(tree.match(ids)[1], slots)
     assert len(tree.match(ids[:500_001])[1]) == 500_000
