@@ -1,0 +1,84 @@
+"""Kernels for LLM inference: attention, KV indices, norms, rope, sampling and packed linears, one schema per op and several implementations of it.
+
+Importing the package does not import torch; the first function used does. `gristmill_kernels._host` needs no torch at all.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gristmill_kernels._distributions import refuse_two_variants
+
+if TYPE_CHECKING:
+    from gristmill_kernels._capabilities import capabilities as capabilities
+    from gristmill_kernels.activation import silu_and_mul as silu_and_mul
+    from gristmill_kernels.attention import DecodePlan as DecodePlan
+    from gristmill_kernels.attention import decode_attention as decode_attention
+    from gristmill_kernels.attention import decode_workspace_size as decode_workspace_size
+    from gristmill_kernels.attention import extend_attention as extend_attention
+    from gristmill_kernels.attention import merge_state as merge_state
+    from gristmill_kernels.attention import plan_decode as plan_decode
+    from gristmill_kernels.gemm import PackedLinear as PackedLinear
+    from gristmill_kernels.gemm import linear as linear
+    from gristmill_kernels.gemm import pack_linear as pack_linear
+    from gristmill_kernels.gemm import packed_weight_size as packed_weight_size
+    from gristmill_kernels.indices import kv_indices as kv_indices
+    from gristmill_kernels.indices import qo_indptr as qo_indptr
+    from gristmill_kernels.indices import write_req_to_token as write_req_to_token
+    from gristmill_kernels.kvcache import store_kv as store_kv
+    from gristmill_kernels.norm import fused_add_rms_norm as fused_add_rms_norm
+    from gristmill_kernels.norm import rms_norm as rms_norm
+    from gristmill_kernels.rope import apply_rope as apply_rope
+    from gristmill_kernels.sampling import apply_logit_bias as apply_logit_bias
+    from gristmill_kernels.sampling import apply_penalties as apply_penalties
+    from gristmill_kernels.sampling import greedy as greedy
+    from gristmill_kernels.sampling import sample as sample
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "capabilities": "_capabilities",
+    "silu_and_mul": "activation",
+    "DecodePlan": "attention",
+    "decode_attention": "attention",
+    "decode_workspace_size": "attention",
+    "extend_attention": "attention",
+    "merge_state": "attention",
+    "plan_decode": "attention",
+    "PackedLinear": "gemm",
+    "linear": "gemm",
+    "pack_linear": "gemm",
+    "packed_weight_size": "gemm",
+    "kv_indices": "indices",
+    "qo_indptr": "indices",
+    "write_req_to_token": "indices",
+    "store_kv": "kvcache",
+    "fused_add_rms_norm": "norm",
+    "rms_norm": "norm",
+    "apply_rope": "rope",
+    "apply_logit_bias": "sampling",
+    "apply_penalties": "sampling",
+    "greedy": "sampling",
+    "sample": "sampling",
+}
+_FAMILIES_OF_FUNCTIONS = frozenset(("activation", "attention", "gemm", "indices", "kvcache", "norm", "rope", "sampling"))
+
+__all__ = sorted(_HOME)
+
+refuse_two_variants(Path(__file__).parent.parent)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FAMILIES_OF_FUNCTIONS or name in ("dispatch", "schema"):
+        return import_module(f"{__name__}.{name}")
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, *_FAMILIES_OF_FUNCTIONS])

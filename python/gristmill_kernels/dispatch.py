@@ -150,7 +150,8 @@ def _select_slow(name: str, key: tuple) -> DispatchCallable:
     choice = explain(name, key)
     if choice.declined and strict():
         raise NoImplementationError(
-            f"{name}: {STRICT_VARIABLE}=1 refuses the fallback to {choice.family} for {OPS[name].key_type(*key)}; " + "; ".join(choice.declined)
+            f"{name}: {STRICT_VARIABLE}=1 refuses the fallback to {choice.family} for {OPS[name].key_type(*key)}; "
+            + "; ".join(choice.declined)
         )
     op = overload(name, choice.family)
     _chosen[name, key] = op

@@ -1,0 +1,87 @@
+"""Linear layers over weights packed once at load time. A row's result never depends on the rows beside it: every output is summed in a fixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill_kernels import _registry, dispatch
+from gristmill_kernels.checks import check_float, check_like, check_vector, refuse_shape
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A weight [n, k] in the private layout of the implementation family that packed it; only that family's kernel may read `data`."""
+
+    data: Tensor
+    n: int
+    k: int
+    dtype: torch.dtype
+    family: str
+    op: Any
+
+    def __repr__(self) -> str:
+        return f"PackedLinear(n={self.n}, k={self.k}, dtype={self.dtype}, family={self.family!r})"
+
+
+def packed_weight_size(n: int, k: int, dtype: torch.dtype, device: str = "cpu") -> int:
+    """Elements (of `dtype`) of the packed form of a weight [n, k] in the implementation that `pack_linear` would choose."""
+    return _registry.packed_weight_numel(dispatch.chosen_family("packed_linear", (device, dtype)), n, k, dtype)
+
+
+def pack_linear(weight: Tensor) -> PackedLinear:
+    """Rearrange a weight for `linear`, once, when the model is loaded.
+
+    Args:
+        weight: [N, K] float32 or bfloat16 (float16 where an implementation has it), innermost stride 1.
+
+    Returns:
+        The packed weight; `weight` itself is no longer needed.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or stride that does not fit, in one sentence.
+    """
+    check_float("pack_linear", "weight", weight)
+    if weight.dim() != 2:
+        raise refuse_shape("pack_linear", "weight", weight, "[N, K]")
+    n, k = weight.shape
+    family = dispatch.chosen_family("packed_linear", (weight.device.type, weight.dtype))
+    data = torch.empty(_registry.packed_weight_numel(family, n, k, weight.dtype), dtype=weight.dtype, device=weight.device)
+    dispatch.overload("pack_weight", family)(data, weight)
+    return PackedLinear(data, n, k, weight.dtype, family, dispatch.overload("packed_linear", family))
+
+
+def linear(x: Tensor, packed: PackedLinear, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` with float32 accumulation, rounded once.
+
+    Args:
+        x: [M, K], dtype of the packed weight; any row stride.
+        packed: what `pack_linear` made of a weight [N, K].
+        bias: [N], dtype of x, or None.
+        out: [M, N], dtype of x; any row stride. Allocated when None.
+
+    Returns:
+        `out`. Row m is the same bit for bit whatever M is.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+
+    >>> import torch
+    >>> linear(torch.ones(1, 3), pack_linear(torch.arange(6.0).view(2, 3)))
+    tensor([[ 3., 12.]])
+    """
+    if x.dim() != 2 or x.shape[1] != packed.k:
+        raise refuse_shape("linear", "x", x, f"[M, {packed.k}]")
+    num_rows = x.shape[0]
+    check_like("linear", "x", x, packed.data, (num_rows, packed.k), "[M, K]")
+    if out is None:
+        out = torch.empty((num_rows, packed.n), dtype=x.dtype, device=x.device)
+    else:
+        check_like("linear", "out", out, x, (num_rows, packed.n), "[M, N]")
+    if bias is not None:
+        check_vector("linear", "bias", bias, x.dtype, packed.n, x.device, "[N]")
+    packed.op(out, x, packed.data, bias, packed.n, packed.k)
+    return out

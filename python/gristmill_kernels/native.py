@@ -1,0 +1,86 @@
+"""Which calls the native C++ kernels take: one predicate per op, giving None or the reason it cannot. The kernels register themselves when loader.py
+opens their library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gristmill_kernels import dispatch, loader
+from gristmill_kernels.checks import FLOAT_DTYPES, name_of
+from gristmill_kernels.schema import AttentionKey, LinearKey, RopeKey, StoreKey
+
+MAX_HEAD_DIM = 576
+LINEAR_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def packed_weight_numel(n: int, k: int, dtype: torch.dtype) -> int:
+    """Elements of the packed form of a weight [n, k]; csrc/gemm defines the layout."""
+    return n * k
+
+
+def _any_key(key: Any) -> str | None:
+    return None
+
+
+def _float_key(key: Any) -> str | None:
+    return None if key.dtype in FLOAT_DTYPES else f"dtype {name_of(key.dtype)} is not float32, float16 or bfloat16"
+
+
+def _rope(key: RopeKey) -> str | None:
+    return _float_key(key)
+
+
+def _store(key: StoreKey) -> str | None:
+    if key.cache_dtype is not key.dtype:
+        return f"the cache is {name_of(key.cache_dtype)}, the new rows {name_of(key.dtype)}"
+    return _float_key(key)
+
+
+def _attention(key: AttentionKey) -> str | None:
+    if key.cache_dtype is not key.dtype:
+        return f"the cache is {name_of(key.cache_dtype)}, the queries {name_of(key.dtype)}"
+    for name, width in (("head_dim", key.head_dim), ("head_dim_v", key.head_dim_v)):
+        if width % 8 or not 8 <= width <= MAX_HEAD_DIM:
+            return f"{name} {width} is not a multiple of 8 from 8 to {MAX_HEAD_DIM}"
+    return _float_key(key)
+
+
+def _linear(key: LinearKey) -> str | None:
+    return None if key.dtype in LINEAR_DTYPES else f"dtype {name_of(key.dtype)} is not float32 or bfloat16"
+
+
+PREDICATES: dict[str, Callable[[Any], str | None]] = {
+    "rms_norm": _float_key,
+    "fused_add_rms_norm": _float_key,
+    "apply_rope": _rope,
+    "silu_and_mul": _float_key,
+    "store_kv": _store,
+    "kv_indices": _any_key,
+    "qo_indptr": _any_key,
+    "write_req_to_token": _any_key,
+    "decode_attention": _attention,
+    "extend_attention": _attention,
+    "merge_state": _float_key,
+    "greedy": _float_key,
+    "sample": _float_key,
+    "apply_logit_bias": _float_key,
+    "apply_penalties": _float_key,
+    "pack_weight": _linear,
+    "packed_linear": _linear,
+}
+
+
+def _when_loaded(predicate: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    def supports(key: Any) -> str | None:
+        return loader.native_library().reason or predicate(key)
+
+    return supports
+
+
+def register() -> None:
+    """Offer every native op on the CPU; the library is opened when the first of them is asked for."""
+    for name, predicate in PREDICATES.items():
+        dispatch.implement(name, "native", _when_loaded(predicate), devices=("cpu",))

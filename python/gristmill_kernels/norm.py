@@ -1,0 +1,67 @@
+"""Normalisation: `rms_norm` and its fusion with the residual addition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gristmill_kernels._registry import select
+from gristmill_kernels.checks import check_float, check_like
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """Root-mean-square normalisation over the last dimension: `x / sqrt(mean(x^2) + eps) * weight`.
+
+    Args:
+        x: [..., H] float32, float16 or bfloat16; any leading strides, innermost stride 1.
+        weight: [H], dtype of x.
+        eps: added to the mean square, dimensionless.
+        out: [..., H], dtype of x; may be x. Allocated when None.
+
+    Returns:
+        `out`. Sums are taken in at least float32 and the result is rounded once.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
+
+    >>> import torch
+    >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314]])
+    """
+    check_float("rms_norm", "x", x)
+    shape = x.shape
+    check_like("rms_norm", "weight", weight, x, shape[-1:], "[H]")
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    else:
+        check_like("rms_norm", "out", out, x, shape, "the shape of x")
+    if torch.compiler.is_compiling():
+        torch.ops.gristmill.rms_norm(out, x, weight, eps)
+    else:
+        select("rms_norm", (x.device.type, x.dtype))(out, x, weight, eps)
+    return out
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """In place: `residual += x`, then `x = rms_norm(residual, weight, eps)`.
+
+    The sum is rounded to the dtype before it is normalised, so a model gives the same numbers with and without the fusion.
+
+    Args:
+        x: [..., H] float32, float16 or bfloat16; overwritten with the normalised sum.
+        residual: [..., H], dtype of x; overwritten with the sum.
+        weight: [H], dtype of x.
+        eps: added to the mean square.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+    """
+    check_float("fused_add_rms_norm", "x", x)
+    check_like("fused_add_rms_norm", "residual", residual, x, x.shape, "the shape of x")
+    check_like("fused_add_rms_norm", "weight", weight, x, x.shape[-1:], "[H]")
+    if torch.compiler.is_compiling():
+        torch.ops.gristmill.fused_add_rms_norm(x, residual, weight, eps)
+    else:
+        select("fused_add_rms_norm", (x.device.type, x.dtype))(x, residual, weight, eps)

@@ -1,0 +1,106 @@
+"""Token choice from logits in plain PyTorch, float64. The random numbers are Philox4x32-10 (Salmon et al. 2011), counted by position and token id,
+so a draw depends on nothing but the row, its seed and its position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+
+
+def _high_low(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a 32x32-bit product, from two 16-bit halves so that int64 never overflows."""
+    low_product = (a & 0xFFFF) * multiplier
+    high_product = (a >> 16) * multiplier + (low_product >> 16)
+    return high_product >> 16, ((high_product & 0xFFFF) << 16) | (low_product & 0xFFFF)
+
+
+def philox_uniform(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """float64 [V] in (0, 1): u of token v is lane v % 4 of the block with key (seed low, seed high) and counter (position, v // 4, 0, 0)."""
+    blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)
+    zero = torch.zeros_like(blocks)
+    c0, c1, c2, c3 = zero + (position & _MASK), blocks, zero, zero
+    key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(10):
+        high_0, low_0 = _high_low(c0, _MULTIPLIER_0)
+        high_1, low_1 = _high_low(c2, _MULTIPLIER_1)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, low_1, high_0 ^ c3 ^ key_1, low_0
+        key_0, key_1 = (key_0 + _WEYL_0) & _MASK, (key_1 + _WEYL_1) & _MASK
+    words = torch.stack([c0, c1, c2, c3], dim=1).flatten()[:vocab_size]
+    return (words.double() + 0.5) * 2.0**-32
+
+
+def _invalid(logits: Tensor) -> Tensor:
+    """Rows [B] from which nothing can be drawn: any NaN or +inf, or all -inf."""
+    return logits.isnan().any(-1) | (logits == float("inf")).any(-1) | (logits == float("-inf")).all(-1)
+
+
+def greedy(out: Tensor, logits: Tensor) -> None:
+    if logits.shape[0] == 0:
+        return
+    # argmax promises no particular winner among equals; the first index where the maximum is reached is asked for.
+    best = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+    out.copy_(best.masked_fill(_invalid(logits), -1))
+
+
+def sample(
+    out: Tensor, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> None:
+    greedy(out, logits)
+    rows = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), seeds.tolist(), positions.tolist(), out.tolist())
+    for row, (row_temperature, row_top_k, row_top_p, row_min_p, seed, position, best) in enumerate(rows):
+        if best < 0 or row_temperature <= 0:
+            continue
+        if row_temperature != row_temperature:
+            out[row] = -1
+            continue
+        scaled = scale_logits(logits[row], row_temperature)
+        kept = surviving(scaled, row_top_k, row_top_p, row_min_p)
+        noise = -torch.log(-torch.log(philox_uniform(seed, position, logits.shape[1], logits.device)))
+        out[row] = (scaled + noise).masked_fill(~kept, float("-inf")).argmax()
+
+
+def scale_logits(logits: Tensor, temperature: float) -> Tensor:
+    """float64 [V]: (x - max) / temperature, with -inf kept so that an infinite temperature does not revive it."""
+    wide = logits.double()
+    return ((wide - wide.max()) / temperature).masked_fill(wide == float("-inf"), float("-inf"))
+
+
+def surviving(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """bool [V]: tokens left by top-k, then top-p over the renormalised rest, then min-p. Equal logits rank by lowest index."""
+    order = torch.sort(scaled, descending=True, stable=True).indices
+    ranked = scaled[order]
+    kept = ranked > float("-inf")
+    if 0 < top_k < len(scaled):
+        kept[top_k:] = False
+    probability = torch.where(kept, ranked.exp(), 0.0)
+    if top_p < 1:
+        mass_before = (probability.cumsum(0) - probability) / probability.sum()
+        kept &= mass_before < top_p
+        kept[0] = True
+    if min_p > 0:
+        kept &= ranked.exp() >= min(min_p, 1.0)
+    return torch.zeros_like(kept).scatter(0, order, kept)
+
+
+def apply_logit_bias(logits: Tensor, indptr: Tensor, ids: Tensor, values: Tensor) -> None:
+    bounds = indptr.tolist()
+    for row in range(logits.shape[0]):
+        for token, value in zip(ids[bounds[row] : bounds[row + 1]].tolist(), values[bounds[row] : bounds[row + 1]].tolist()):
+            if 0 <= token < logits.shape[1]:
+                logits[row, token] = logits[row, token].double() + value
+
+
+def apply_penalties(
+    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> None:
+    wide = logits.double()
+    produced = output_counts > 0
+    factor = repetition.double()[:, None]
+    repeated = torch.where(wide > 0, wide / factor, wide * factor)
+    wide = torch.where(prompt_mask | produced, repeated, wide)
+    wide = wide - frequency.double()[:, None] * output_counts - presence.double()[:, None] * produced
+    logits.copy_(wide)
