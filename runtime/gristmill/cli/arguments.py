@@ -65,14 +65,15 @@ class _Value(argparse.Action):
 
 def add_options(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
     """Add MODEL and every option not in `skip`, grouped. Options not given are absent from the namespace."""
+    parser.usage = f"{parser.prog} [options] MODEL"
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=FIELDS["model"].metadata["help"])
-    groups: dict[str, Any] = {}
-    for name, spec in FIELDS.items():
-        if name == "model" or name in skip:
-            continue
+    shown = {name: spec for name, spec in FIELDS.items() if name != "model" and name not in skip}
+    used = {spec.metadata["group"] for spec in shown.values()}
+    groups = {key: parser.add_argument_group(title) for key, title in GROUPS.items() if key in used}
+    for name, spec in shown.items():
         meta = spec.metadata
-        group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(GROUPS[meta["group"]]))
-        default = {True: "on", False: "off", "": ""}.get(spec.default, spec.default)
+        group = groups[meta["group"]]
+        default = ("on" if spec.default else "off") if type(spec.default) is bool else spec.default
         text = meta["help"] + (f" (default: {default})" if default != "" else "")
         text = text.replace("%", "%%")
         if type(spec.default) is bool:

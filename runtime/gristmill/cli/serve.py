@@ -1,0 +1,20 @@
+"""`gristmill serve MODEL`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+
+from gristmill.cli.arguments import add_options, options_from
+from gristmill.logs import setup_logging
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = options_from(arguments)
+    setup_logging(options.log_level, "server")
+    from gristmill.serving import serve  # after the options: a wrong one must not cost the import of the server
+
+    return serve(options)

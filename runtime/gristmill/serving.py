@@ -1,0 +1,249 @@
+"""The life of a server in process A: listening sockets first, then HTTP, manager and supervised children, then an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import zmq
+import zmq.asyncio
+
+from gristmill.errors import GristmillError, OptionError
+from gristmill.launch import Prepared, merged_trace, prepare
+from gristmill.launch_config import LaunchConfig
+from gristmill.options import Options
+from gristmill.supervise import Supervisor, private_directory
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_FLUSH_S = 0.5  # for error responses to reach their clients before the sockets close
+_SHUTDOWN_S = 2.0
+
+
+def bind_sockets(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on all addresses of `host`; port 0 becomes one free port, the same for all of them.
+
+    Raises:
+        GristmillError: one sentence naming the port or address.
+    """
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise OptionError(f"--host {host!r} is not a known host name or address") from error
+    addresses = list(dict.fromkeys((info[0], info[4]) for info in infos))
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in addresses:
+            if port == 0 and sockets:
+                address = (address[0], sockets[0].getsockname()[1], *address[2:])
+            try:
+                sockets.append(_listen(family, address))
+            except OSError as error:
+                # `localhost` names ::1 also where IPv6 is switched off
+                if len(addresses) > 1 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    continue
+                raise _bind_error(host, port, error) from error
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    if not sockets:
+        raise OptionError(f"--host {host!r} is not an address of this machine")
+    return sockets
+
+
+def _listen(family: int, address: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
+        sock.bind(address)
+        sock.listen(_BACKLOG)  # at once: two sockets may be bound to one port as long as neither listens
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_error(host: str, port: int, error: OSError) -> GristmillError:
+    if error.errno == errno.EADDRINUSE:
+        return GristmillError(f"port {port} on {host} is already in use; stop the program that holds it or choose another with --port")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return GristmillError(f"port {port} on {host} may not be opened by this user; choose a port from 1024 up with --port")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return OptionError(f"--host {host!r} is not an address of this machine")
+    return GristmillError(f"cannot listen on port {port} of {host}: {error.strerror or error}")
+
+
+def url_of(host: str, sock: socket.socket) -> str:
+    """The base URL for `sock`, which was opened for `host`."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+
+
+def serve(options: Options) -> int:
+    """Serve until a signal or a failure ends it; returns the exit code.
+
+    Raises:
+        GristmillError: what could not be started, or why a child process ended.
+    """
+    start = time.monotonic()
+    sockets = bind_sockets(options.host, options.port)  # first, so that a taken port costs no load
+    try:
+        prepared = prepare(options)
+        os.umask(0o077)  # sockets and traces are this user's alone
+        with private_directory() as folder, merged_trace(options, folder) as trace_dir:
+            config = prepared.launch_config(f"ipc://{folder}", trace_dir)
+            return asyncio.run(_Server(prepared, config, sockets, start).run())
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """The life of one server in process A: HTTP, manager and supervisor, ended by a signal or by the first failure."""
+
+    def __init__(self, prepared: Prepared, config: LaunchConfig, sockets: list[socket.socket], start: float) -> None:
+        self.prepared, self.options = prepared, prepared.options
+        self.config = config
+        self.sockets = sockets
+        self.start = start
+        self.url = url_of(self.options.host, sockets[0])
+
+    async def run(self) -> int:
+        from gristmill.server.app import build_app
+        from gristmill.tokenizer.manager import TokenizerManager
+
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[str] = loop.create_future()
+        signals: asyncio.Queue[int] = asyncio.Queue()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signals.put_nowait, number)
+
+        def on_failure(sentence: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed already
+                loop.call_soon_threadsafe(_set_once, failed, sentence)
+
+        context = zmq.asyncio.Context()
+        supervisor = Supervisor(self.config, on_failure)
+        manager = TokenizerManager(self.config, context, self.prepared.tokenizer, self.prepared.model_config)
+        await manager.start()
+        http = _HttpServer(
+            uvicorn.Config(
+                build_app(manager, self.options),
+                log_config=None,
+                access_log=False,
+                http="httptools",
+                ws="none",
+                loop="asyncio",
+                server_header=False,
+                timeout_keep_alive=75,  # longer than clients keep idle connections, so that they never meet a closing one
+            )
+        )
+        http_task = asyncio.create_task(http.serve(self.sockets), name="http")
+        ready_task = asyncio.create_task(self._announce(manager, supervisor))
+        signal_task = asyncio.create_task(signals.get())
+        try:
+            supervisor.start()
+            ended: set[asyncio.Future[Any]] = {http_task, failed, signal_task}
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            if signal_task.done() and not failed.done():
+                return await self._drain(signal_task.result(), signals, manager, supervisor, http, http_task, failed)
+            if not failed.done():
+                http_task.result()
+                raise GristmillError("the HTTP server ended unexpectedly")
+            return await self._fail(failed.result(), manager, supervisor, http, http_task)
+        finally:
+            ready_task.cancel()
+            signal_task.cancel()
+            await asyncio.to_thread(supervisor.stop)
+            await manager.close()
+            context.destroy(linger=0)
+
+    async def _announce(self, manager: Any, supervisor: Supervisor) -> None:
+        await manager.wait_ready()
+        supervisor.view.close()
+        stats = manager.stats
+        took = time.monotonic() - self.start
+        name = self.options.served_model_name
+        print(f"ready: {name} at {self.url} (pool of {stats.pool_total} tokens, loaded in {took:.1f} s)", flush=True)
+
+    async def _drain(
+        self,
+        number: int,
+        signals: asyncio.Queue[int],
+        manager: Any,
+        supervisor: Supervisor,
+        http: uvicorn.Server,
+        http_task: asyncio.Task[None],
+        failed: asyncio.Future[str],
+    ) -> int:
+        """Let open requests finish for up to drain_s; a second signal ends everything at once."""
+        if manager.open_requests:
+            log.warning("finishing %d open requests; a second signal stops at once", manager.open_requests)
+        http.should_exit = True  # closes the listening sockets and idle connections, waits for the others
+        again = asyncio.create_task(signals.get())
+        try:
+            ended: set[asyncio.Future[Any]] = {http_task, failed, again}
+            await asyncio.wait(ended, timeout=self.options.drain_s, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                return await self._fail(failed.result(), manager, supervisor, http, http_task)
+            if again.done():
+                supervisor.kill()
+                return 128 + again.result()
+            if not http_task.done():
+                log.warning("%d requests were not finished after %g s", manager.open_requests, self.options.drain_s)
+                manager.fail_all("the server is shutting down", status=503)
+                await asyncio.wait({http_task}, timeout=_FLUSH_S)
+        finally:
+            again.cancel()
+            await _end_http(http, http_task)
+        supervisor.expect_end()
+        with contextlib.suppress(asyncio.TimeoutError, GristmillError):
+            await asyncio.wait_for(manager.shutdown(), _SHUTDOWN_S)
+        return 0 if number == signal.SIGTERM else 128 + number
+
+    async def _fail(self, sentence: str, manager: Any, supervisor: Supervisor, http: uvicorn.Server, http_task: asyncio.Task[None]) -> int:
+        """A child ended: every open request gets the reason, then the server ends with it."""
+        supervisor.kill()
+        manager.fail_all(sentence)
+        await asyncio.wait({http_task}, timeout=_FLUSH_S)  # /health says 503 meanwhile
+        await _end_http(http, http_task)
+        raise GristmillError(sentence)
+
+
+def _set_once(future: asyncio.Future[str], value: str) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+async def _end_http(http: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    """End HTTP now, whatever connections are open."""
+    http.should_exit = http.force_exit = True
+    await asyncio.wait({task}, timeout=_FLUSH_S)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_FLUSH_S)
+    if task.done() and not task.cancelled() and task.exception() is not None:
+        log.error("the HTTP server failed: %s", task.exception())
+    sys.stdout.flush()
