@@ -1,4 +1,5 @@
-"""Kernels for LLM inference: attention, KV indices, norms, rope, sampling and packed linears, one schema per op and several implementations of it.
+"""Kernels for LLM inference: attention, KV indices, norms, rope, sampling and packed linears, one schema per op and several
+implementations of it.
 
 Importing the package does not import torch; the first function used does. `gristmill_kernels._host` needs no torch at all.
 """

@@ -1,4 +1,5 @@
-"""Whether this package was installed by one distribution, as it must be: kernels-cpu, -cuda, -rocm and -metal own the same files. Torch-free."""
+"""Whether this package was installed by one distribution, as it must be: kernels-cpu, -cuda, -rocm and -metal own the same files.
+Torch-free."""
 
 from __future__ import annotations
 

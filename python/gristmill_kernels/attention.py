@@ -1,5 +1,5 @@
-"""Attention over a pool of KV slots addressed by CSR lists. LSE is everywhere the natural logarithm, float32; a row that sees no key gives output 0
-and LSE -inf (with sinks: the sink's logit)."""
+"""Attention over a pool of KV slots addressed by CSR lists. LSE is everywhere the natural logarithm, float32; a row that sees no key
+gives output 0 and LSE -inf (with sinks: the sink's logit)."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ def merge_state(
         lse: [T, H] float32; may be lse_a or lse_b. Allocated when None.
 
     Returns:
-        `(out, lse)`. Two empty states (LSE -inf) give 0 and -inf; if one is empty the other comes out bit for bit, whatever the empty output held.
+        `(out, lse)`. Two empty states (LSE -inf) give 0 and -inf; if one is empty the other comes out bit for bit, whatever the empty
+        output held.
 
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ def implement(
     devices: tuple[str, ...] = ("cpu", "cuda", "mps"),
     device_key: str = "CompositeExplicitAutograd",
 ) -> None:
-    """Let `family` run op `name` on `devices` for every key that `supports` accepts. `fn` is None where C++ has registered the kernel itself."""
+    """Let `family` run op `name` on `devices` for every key that `supports` accepts. Without `fn`, C++ has registered the kernel."""
     if name not in OPS:
         raise ValueError(f"op {name!r} is not declared in schema.py")
     if family not in FAMILIES:
@@ -103,8 +104,14 @@ def overload(name: str, family: str) -> DispatchCallable:
     return getattr(getattr(torch.ops, f"{NAMESPACE}_{family}"), name).default
 
 
+def _register_families() -> None:
+    """The built-in families register on first use, so that importing this module alone is enough for a caller of `select`."""
+    import_module("gristmill_kernels._registry")
+
+
 def families_of(name: str, device: str = "cpu") -> tuple[str, ...]:
     """Families that implement op `name` on a device type, best first."""
+    _register_families()
     order = PREFERENCE.get(device, ("reference",))
     registered = _implementations[name]
     return tuple(family for family in order if family in registered and device in registered[family].devices)
@@ -112,6 +119,7 @@ def families_of(name: str, device: str = "cpu") -> tuple[str, ...]:
 
 def why_not(name: str, family: str, key: tuple) -> str | None:
     """None if `family` can run the op for this key, else the reason it cannot."""
+    _register_families()
     implementation = _implementations[name].get(family)
     if implementation is None or key[0] not in implementation.devices:
         return f"not implemented for {key[0]}"
@@ -132,7 +140,7 @@ def explain(name: str, key: tuple) -> Choice:
             source = "a using() block" if _forced_family else IMPL_VARIABLE
             raise NoImplementationError(f"{name}: {source} asks for {forced}, which cannot run {facts}: {reason}")
         return Choice(forced, (), True)
-    declined = []
+    declined: list[str] = []
     for family in order:
         reason = why_not(name, family, key)
         if reason is None:
@@ -142,7 +150,7 @@ def explain(name: str, key: tuple) -> Choice:
 
 
 def select(name: str, key: tuple) -> DispatchCallable:
-    """The OpOverload that runs op `name` for `key` (built by the key functions of schema.py). The runtime asks once per layer and keeps it."""
+    """The OpOverload that runs op `name` for `key` (made by schema.py's key functions). The runtime asks once per layer and keeps it."""
     return _chosen.get((name, key)) or _select_slow(name, key)
 
 

@@ -1,4 +1,5 @@
-"""Linear layers over weights packed once at load time. A row's result never depends on the rows beside it: every output is summed in a fixed order."""
+"""Linear layers over weights packed once at load time. A row's result never depends on the rows beside it: every output is summed in a
+fixed order."""
 
 from __future__ import annotations
 

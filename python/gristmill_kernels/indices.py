@@ -92,7 +92,8 @@ def qo_indptr(q_lens: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def write_req_to_token(req_to_token: Tensor, req_slots: Tensor, starts: Tensor, lens: Tensor, slots: Tensor) -> None:
-    """Write runs of slots into the request table, in place: request i gets the next `lens[i]` entries of `slots`, from position `starts[i]` on.
+    """Write runs of slots into the request table, in place: request i gets the next `lens[i]` entries of `slots`, from position
+    `starts[i]` on.
 
     Args:
         req_to_token: [R, C] int32, written.

@@ -1,5 +1,5 @@
-"""Which calls the native C++ kernels take: one predicate per op, giving None or the reason it cannot. The kernels register themselves when loader.py
-opens their library."""
+"""Which calls the native C++ kernels take: one predicate per op, giving None or the reason it cannot. The kernels register themselves
+when loader.py opens their library."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""From logits to token ids, and what changes logits first. Random numbers are counted, not drawn from a state: the same seed and position give the
-same token whatever the batch, the vocabulary order or the implementation."""
+"""From logits to token ids, and what changes logits first. Random numbers are counted, not drawn from a state: the same seed and position
+give the same token whatever the batch, the vocabulary order or the implementation."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def sample(
 ) -> Tensor:
     """Draw one token per row. Order: temperature, top-k, top-p of what top-k left (renormalised), min-p relative to the best token.
 
-    The draw is the Gumbel-max trick over the surviving tokens: argmax of `(x - max) / temperature - log(-log(u))`, lowest id among equals. `u` of
-    token v is `(word + 0.5) * 2^-32` where word is lane `v % 4` of Philox4x32-10 with key (seed low, seed high), counter (position, v // 4, 0, 0).
+    The draw is the Gumbel-max trick over the surviving tokens: argmax of `(x - max) / temperature - log(-log(u))`, lowest id among
+    equals. `u` of token v is `(word + 0.5) * 2^-32` where word is lane `v % 4` of Philox4x32-10 with key (seed low, seed high), counter
+    (position, v // 4, 0, 0).
 
     Args:
         logits: [B, V] float32, float16 or bfloat16; any row stride; -inf never drawn.

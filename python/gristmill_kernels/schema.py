@@ -1,8 +1,9 @@
 """The one place where every op of the package is declared: its schema and the static facts by which an implementation is chosen.
 Plain data, free of torch: dispatch.py registers it, C++ implements against it. Meanings of the arguments: the public functions' docstrings.
 
-Conventions. Ops return nothing; what they write comes first and is marked `Tensor(a!)`. Index tensors are int32, LSE and per-row parameters float32,
-seeds int64. The innermost stride of every data tensor is 1, all other strides are free and must be honoured, with int64 offsets.
+Conventions. Ops return nothing; what they write comes first and is marked `Tensor(a!)`. Index tensors are int32, LSE and per-row
+parameters float32, seeds int64. The innermost stride of every data tensor is 1, all other strides are free and must be honoured, with
+int64 offsets.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 NAMESPACE = "gristmill"
 FAMILIES = ("native", "triton", "metal", "reference")
 
-# KV lists are cut every SPLIT_TOKENS entries, counted from the start of the request's list, whatever the batch, the chunk or the number of threads:
-# that is what makes a row's result independent of its neighbours.
+# KV lists are cut every SPLIT_TOKENS entries, counted from the start of the request's list, whatever the batch, the chunk or the number
+# of threads: that is what makes a row's result independent of its neighbours.
 SPLIT_TOKENS = 256
 
 # Layout of a decode plan, one int32 tensor (B requests, W workers, I items):

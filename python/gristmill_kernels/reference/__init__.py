@@ -1,12 +1,14 @@
-"""Reference implementations in plain PyTorch, computed in float64 and rounded once: the numeric contract every other family is tested against.
-Written to be read, not to be fast."""
+"""Reference implementations in plain PyTorch, computed in float64 and rounded once: the numeric contract every other family is tested
+against. Written to be read, not to be fast."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from gristmill_kernels import dispatch
 from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, norm, rope, sampling
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[..., None]] = {
     "rms_norm": norm.rms_norm,
     "fused_add_rms_norm": norm.fused_add_rms_norm,
     "apply_rope": rope.apply_rope,

@@ -34,7 +34,7 @@ def write_req_to_token(req_to_token: Tensor, req_slots: Tensor, starts: Tensor, 
     for row, start, length in zip(req_slots.tolist(), starts.tolist(), lens.tolist()):
         if start < 0 or length < 0 or start + length > req_to_token.shape[1]:
             raise RuntimeError(
-                f"write_req_to_token: positions [{start}, {start + length}) reach beyond the {req_to_token.shape[1]} columns of req_to_token"
+                f"write_req_to_token: positions [{start}, {start + length}) reach beyond the {req_to_token.shape[1]} columns"
             )
         if offset + length > len(slots):
             raise RuntimeError(f"write_req_to_token: slots has {len(slots)} entries, but the lens add up to more")

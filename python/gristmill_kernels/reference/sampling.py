@@ -1,5 +1,5 @@
-"""Token choice from logits in plain PyTorch, float64. The random numbers are Philox4x32-10 (Salmon et al. 2011), counted by position and token id,
-so a draw depends on nothing but the row, its seed and its position."""
+"""Token choice from logits in plain PyTorch, float64. The random numbers are Philox4x32-10 (Salmon et al. 2011), counted by position and
+token id, so a draw depends on nothing but the row, its seed and its position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _high_low(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def philox_uniform(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """float64 [V] in (0, 1): u of token v is lane v % 4 of the block with key (seed low, seed high) and counter (position, v // 4, 0, 0)."""
+    """float64 [V] in (0, 1): u of token v is lane v % 4 of block (position, v // 4, 0, 0) under key (seed low, seed high)."""
     blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)
     zero = torch.zeros_like(blocks)
     c0, c1, c2, c3 = zero + (position & _MASK), blocks, zero, zero

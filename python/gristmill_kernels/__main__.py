@@ -1,0 +1,67 @@
+"""`python -m gristmill_kernels`: print what the package can do here, as a table or with --json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+
+def _table_rows(ops: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
+    """(op, device, dtypes, implementation, why); dtypes with the same answer share a row."""
+    for name, by_device in ops.items():
+        for device, entries in by_device.items():
+            answers: dict[tuple[str, str], list[str]] = {}
+            for entry in entries:
+                answers.setdefault((entry["implementation"] or "none", entry["why"]), []).append(entry["dtype"])
+            for (implementation, why), dtypes in answers.items():
+                yield name, device, " ".join(dtypes), implementation, why
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report of `capabilities()` for a person."""
+    native = report["native"]
+    present = [name for name, has in report["cpu_features"].items() if has]
+    lines = [
+        f"gristmill_kernels {report['version']}  platform {report['platform']}  torch {report['torch']}  python {report['python']}",
+        f"native library    {native['isa']}  {native['library']}"
+        if native["reason"] is None
+        else f"native library    none: {native['reason']}",
+        f"ISA levels usable {' '.join(native['usable_levels']) or 'unknown'}",
+        f"CPU features      {' '.join(present) or report['host_error'] or 'none known'}",
+        f"devices           {' '.join(report['devices'])}",
+        *(f"{name}={value}" for name, value in report["environment"].items()),
+        "",
+    ]
+    header = ("op", "device", "dtypes", "implementation", "why")
+    rows = [header, *_table_rows(report["ops"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gristmill_kernels", description="What gristmill_kernels can do on this machine, and why."
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        from gristmill_kernels._capabilities import capabilities
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the report itself tells of a fallback
+            report = capabilities()
+    except (ImportError, ValueError) as error:
+        print(f"gristmill_kernels: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(report, indent=2) if options.json else format_report(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
