@@ -1,0 +1,38 @@
+# The instruction-set levels: for each one the compiler flags and the macro that csrc/common switches on. csrc/host/cpu_features.cpp
+# holds the run-time test that belongs to each; never a flag that depends on the machine that compiles.
+set(GRISTMILL_FLAGS_generic "")
+set(GRISTMILL_FLAGS_avx2 -march=x86-64-v3)
+set(GRISTMILL_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
+set(GRISTMILL_FLAGS_avx512bf16 ${GRISTMILL_FLAGS_avx512} -mavx512bf16 -mavx512vnni)
+set(GRISTMILL_FLAGS_amx ${GRISTMILL_FLAGS_avx512bf16} -mamx-tile -mamx-bf16 -mamx-int8)
+
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set(all_levels avx2 avx512 avx512bf16 amx)
+else()
+  set(all_levels generic)
+endif()
+
+set(GRISTMILL_ISA_LEVELS ${GRISTMILL_ISAS})
+if(NOT GRISTMILL_ISA_LEVELS)
+  set(GRISTMILL_ISA_LEVELS $ENV{GRISTMILL_ISAS})
+endif()
+if(NOT GRISTMILL_ISA_LEVELS)
+  set(GRISTMILL_ISA_LEVELS ${all_levels})
+elseif(GRISTMILL_ISA_LEVELS STREQUAL "none")
+  set(GRISTMILL_ISA_LEVELS "")
+endif()
+
+include(CheckCXXSourceCompiles)
+foreach(level IN LISTS GRISTMILL_ISA_LEVELS)
+  if(NOT level IN_LIST all_levels)
+    list(JOIN all_levels ", " choices)
+    message(FATAL_ERROR "GRISTMILL_ISAS: '${level}' is not a level of ${CMAKE_SYSTEM_PROCESSOR}; choose from ${choices}, or none.")
+  endif()
+  list(JOIN GRISTMILL_FLAGS_${level} " " CMAKE_REQUIRED_FLAGS)
+  check_cxx_source_compiles("int main() { return 0; }" GRISTMILL_COMPILER_HAS_${level})
+  if(NOT GRISTMILL_COMPILER_HAS_${level})
+    message(FATAL_ERROR "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} cannot compile level '${level}' "
+      "(${CMAKE_REQUIRED_FLAGS}): use GCC >= 12 or Clang >= 14, or leave it out of GRISTMILL_ISAS.")
+  endif()
+endforeach()
+unset(CMAKE_REQUIRED_FLAGS)
