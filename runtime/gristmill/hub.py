@@ -72,7 +72,8 @@ def _from_cache(repo: str, file: str | None, revision: str | None, cause: Except
     """The cached snapshot, after the hub could not be asked because of `cause`."""
     import huggingface_hub as hub
 
-    patterns = [_literal(file)] if file else [_WEIGHTS, *_TEXT_FILES]
+    # the client refuses a snapshot that lacks a file of the pattern, and `*` matches folders too: ask for little, check below
+    patterns = [_literal(file) if file else "config.json"]
     try:
         folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
     except Exception:
