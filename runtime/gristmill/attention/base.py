@@ -1,0 +1,82 @@
+"""The interface every attention backend implements."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from gristmill.loading.config import ModelConfig
+from gristmill.worker.batch import ForwardBatch
+from gristmill.worker.kv_pool import KVPool
+
+
+class AttentionLayer(NamedTuple):
+    """Static facts of one attention layer. `window_left` is the number of earlier positions a query sees, -1 for all."""
+
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sm_scale: float
+    window_left: int = -1
+
+    @staticmethod
+    def of(config: ModelConfig, index: int) -> AttentionLayer:
+        window = config.window_of_layer(index)
+        return AttentionLayer(
+            index,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            1.0 / math.sqrt(config.head_dim),
+            -1 if window is None else window - 1,
+        )
+
+
+class AttentionBackend(ABC):
+    """Attention over a paged KV pool for one model on one device.
+
+    `prepare` runs once per step, outside any captured graph; the forward methods then run once per layer. They first write the rows' own
+    k and v to the pool, so that attention reads keys from there alone. q is [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim],
+    possibly strided; the result goes to `out` [T, num_heads, head_dim].
+    """
+
+    layer_ops: ClassVar[str] = "kernels"  # which set of gristmill.layers.ops the model runs with
+
+    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+        self.config, self.pool = config, pool
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, config: ModelConfig, device: str, dtype: torch.dtype) -> str | None:
+        """None when the backend can run this model, else the reason it cannot, as a clause ("head_dim 7 is not a multiple of 8")."""
+
+    @abstractmethod
+    def prepare(self, batch: ForwardBatch, *, in_graph: bool = False) -> None:
+        """Build this step's metadata into batch.attention."""
+
+    @abstractmethod
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """Prefill, chunk and verify rows: the queries of a row see all earlier positions and, causally, each other."""
+
+    @abstractmethod
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """One query per row."""
+
+    def graph_buffers(self, max_batch: int) -> dict[str, torch.Tensor]:
+        """Metadata tensors with fixed addresses for captured graphs; empty where the device has no graphs."""
+        return {}
+
+    def families(self) -> dict[str, str]:
+        """Which implementation runs per op, for capabilities."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": getattr(self, "registered_name", type(self).__name__), "ops": self.families()}

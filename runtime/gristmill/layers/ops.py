@@ -1,0 +1,103 @@
+"""The ops that layers are made of, in two interchangeable sets of the same signatures: our kernels, or plain PyTorch.
+
+Every op writes into tensors it is given, like the ops of gristmill_kernels. A set is made once per model; each attribute of a KernelOps
+is a resolved OpOverload, so that a call costs one dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gristmill.loading.config import ModelConfig
+
+Op = Callable[..., Any]
+
+
+class LayerOps:
+    """Interface of a set. `pack` turns a weight [n, k] into what `linear` takes; `family` says per op what runs, for capabilities."""
+
+    name: str
+    rms_norm: Op  # (out, x, weight, eps)
+    fused_add_rms_norm: Op  # (x, residual, weight, eps): residual += x; x = norm(residual) * weight
+    apply_rope: Op  # (q, k, positions, cos_sin_cache, is_neox), in place
+    silu_and_mul: Op  # (out, x)
+    linear: Op  # (out, x, packed, bias, n, k)
+    families: dict[str, str]
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class KernelOps(LayerOps):
+    """The ops of gristmill_kernels, resolved for one model's dtype, device and head size."""
+
+    name = "kernels"
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        from gristmill_kernels import dispatch, gemm  # gemm: importing a public module registers the implementations
+
+        plain = (device, dtype)
+        keys: dict[str, tuple[Any, ...]] = {
+            "rms_norm": plain,
+            "fused_add_rms_norm": plain,
+            "apply_rope": (*plain, config.head_dim, config.head_dim),
+            "silu_and_mul": plain,
+            "packed_linear": plain,
+        }
+        self.families = {name: dispatch.chosen_family(name, key) for name, key in keys.items()}
+        self._pack = gemm.pack_linear
+        self.rms_norm, self.fused_add_rms_norm, self.apply_rope, self.silu_and_mul, self.linear = (
+            dispatch.select(name, key) for name, key in keys.items()
+        )
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        packed: torch.Tensor = self._pack(weight).data
+        return packed
+
+
+class TorchOps(LayerOps):
+    """The same ops in plain PyTorch, independent of gristmill_kernels."""
+
+    name = "torch"
+    families = dict.fromkeys(("rms_norm", "fused_add_rms_norm", "apply_rope", "silu_and_mul", "packed_linear"), "torch")
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    @staticmethod
+    def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        torch.mul((wide * scale).to(x.dtype), weight, out=out)
+
+    @staticmethod
+    def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        residual += x
+        TorchOps.rms_norm(x, residual, weight, eps)
+
+    @staticmethod
+    def apply_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool) -> None:
+        if not is_neox:
+            raise NotImplementedError("the interleaved rotary layout")
+        half = cos_sin_cache.shape[-1] // 2
+        rows = cos_sin_cache.index_select(0, positions)
+        cos, sin = rows[:, None, :half], rows[:, None, half:]
+        for x in (q, k):
+            first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+            rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+            x[..., : 2 * half] = rotated.to(x.dtype)
+
+    @staticmethod
+    def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+        half = x.shape[-1] // 2
+        torch.mul(torch.nn.functional.silu(x[..., :half]), x[..., half:], out=out)
+
+    @staticmethod
+    def linear(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> None:
+        if bias is None:
+            torch.mm(x, packed.t(), out=out)
+        else:
+            torch.addmm(bias, x, packed.t(), out=out)

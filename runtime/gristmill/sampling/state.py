@@ -1,0 +1,82 @@
+"""What sampling holds per request slot: parameters, penalty counts, banned ids. Reset by every NewReq of that slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gristmill.messages import NewReq, SamplingParams
+
+
+@dataclass(slots=True)
+class SlotState:
+    """`prompt_mask` bool [1, vocab] and `output_counts` int32 [1, vocab] exist only for requests with a penalty."""
+
+    n_prompt: int
+    ids: np.ndarray
+    sampling: SamplingParams
+    banned: torch.Tensor  # int64 ids that min_tokens holds off
+    logprobs: int
+    prompt_logprobs_from: int
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    prompt_mask: torch.Tensor | None = None
+    output_counts: torch.Tensor | None = None
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # presence, frequency, repetition, [1] each
+
+
+class SamplingState:
+    """All slots. The parameters that a kernel takes per row are columns, so that a batch is one gather per parameter."""
+
+    def __init__(self, max_reqs: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.slots: list[SlotState | None] = [None] * max_reqs
+        self.temperature = np.ones(max_reqs, np.float32)
+        self.top_k = np.zeros(max_reqs, np.int32)
+        self.top_p = np.ones(max_reqs, np.float32)
+        self.min_p = np.zeros(max_reqs, np.float32)
+        self.seeds = np.zeros(max_reqs, np.int64)
+        # anything that needs more than temperature .. min_p: such rows are looked at one by one
+        self.special = np.zeros(max_reqs, bool)
+        self.wants_logprobs = np.zeros(max_reqs, bool)
+
+    def admit(self, new: NewReq) -> None:
+        """Replace everything held for new.req_slot."""
+        slot, sampling = new.req_slot, new.sampling
+        self.temperature[slot], self.top_k[slot], self.top_p[slot] = sampling.temperature, sampling.top_k, sampling.top_p
+        self.min_p[slot], self.seeds[slot] = sampling.min_p, sampling.seed
+        banned = [i for i in new.eos_ids if 0 <= i < self.vocab_size]
+        state = SlotState(
+            n_prompt=new.n_prompt,
+            ids=np.array(new.ids, dtype=np.int32),
+            sampling=sampling,
+            banned=torch.tensor(banned, dtype=torch.int64),
+            logprobs=new.logprobs,
+            prompt_logprobs_from=new.prompt_logprobs_from,
+            bias_ids=np.fromiter(sampling.logit_bias.keys(), np.int32, len(sampling.logit_bias)),
+            bias_values=np.fromiter(sampling.logit_bias.values(), np.float32, len(sampling.logit_bias)),
+        )
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+            self._count(state)
+        self.slots[slot] = state
+        self.special[slot] = bool(sampling.logit_bias) or state.penalties is not None or (sampling.min_tokens > 0 and len(banned) > 0)
+        self.wants_logprobs[slot] = new.logprobs >= 0
+
+    def _count(self, state: SlotState) -> None:
+        known = torch.from_numpy(state.ids.astype(np.int64)).clamp(0, self.vocab_size - 1)
+        state.prompt_mask = torch.zeros(1, self.vocab_size, dtype=torch.bool)
+        state.prompt_mask[0, known[: state.n_prompt]] = True
+        counts = torch.bincount(known[state.n_prompt :], minlength=self.vocab_size)
+        state.output_counts = counts.to(torch.int32)[None]
+        sampling = state.sampling
+        values = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        presence, frequency, repetition = (torch.tensor([value], dtype=torch.float32) for value in values)
+        state.penalties = (presence, frequency, repetition)
+
+    def of(self, slot: int) -> SlotState:
+        state = self.slots[slot]
+        if state is None:
+            raise KeyError(f"request slot {slot} was never admitted")
+        return state

@@ -1,0 +1,76 @@
+"""Entry point of process D: load the model, say Ready, serve Steps. The same function runs in a thread of gristmill.Engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from gristmill.launch_config import LaunchConfig
+from gristmill.loading.weights import Progress
+from gristmill.trace import NullTracer, open_tracer
+from gristmill.transport import Endpoints, Pull, Push
+from gristmill.worker import null
+from gristmill.worker.loop import Stopped, run_loop
+
+log = logging.getLogger(__name__)
+
+
+def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> None:
+    """Serve until Control shutdown or until `stop` is set. Raises GristmillError when the model cannot be loaded."""
+    endpoints = Endpoints(config.endpoint_prefix)
+    tracer = open_tracer(config.trace_dir, f"worker{config.rank}")
+    source = Pull(context, endpoints.b_to_d(config.rank))
+    sink = Push(context, endpoints.d_to_b(config.rank), f"worker{config.rank}")
+    try:
+        with _no_autograd(config), contextlib.suppress(Stopped):
+            runner = _load(config, tracer, stop)
+            sink.send(runner.ready(config.rank))
+            run_loop(runner, source, sink, stop, config.rank)
+    finally:
+        source.close()
+        sink.close()
+        tracer.close()
+
+
+def _no_autograd(config: LaunchConfig) -> contextlib.AbstractContextManager[Any]:
+    if null.is_null(config.model_path):
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.inference_mode()
+
+
+def _load(config: LaunchConfig, tracer: NullTracer, stop: threading.Event) -> Any:
+    if null.is_null(config.model_path):
+        return null.NullRunner(config.model_path, config.options, tracer=tracer)
+    from gristmill.worker.runner import ModelRunner
+
+    with _progress_bar() as show, tracer.span("load"):
+
+        def progress(done: int, total: int) -> None:
+            if stop.is_set():
+                raise Stopped
+            show(done, total)
+
+        return ModelRunner(config.model_path, config.options, progress=progress, tracer=tracer)
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar on standard error while it is a terminal; nothing otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("load", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
