@@ -86,6 +86,7 @@ class DetokSpec(msgspec.Struct, omit_defaults=True, frozen=True):
     skip_special: bool = True
     prompt_tail: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # a closing stop token is shown only with include_stop
+    n_prompt: int = 0  # prompt length: logprobs of earlier positions are the prompt's
 
 
 class LogprobBlock(msgspec.Struct, omit_defaults=True):

@@ -33,6 +33,7 @@ class Tokenizer:
         special_ids: control tokens, hidden from generated text unless asked for.
         eos_ids, bos_id: as the tokenizer's own files name them (the model's config may name more).
         chat_template: Jinja source, or None when the model has none.
+        strips_space: a text's first token loses its leading space when decoded (SentencePiece).
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Tokenizer:
         self.named = dict(named or {})
         self.chat_template = chat_template
         self._backend = backend
-        self._spelling, self._strips_space = spelling_of(backend, where)
+        self._spelling, self.strips_space = spelling_of(backend, where)
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.encode() for i, token in added.items()}
         self._specials = {i: token.content for i, token in added.items() if token.special}
@@ -165,7 +166,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of a whole sequence of ids; bytes that are no UTF-8 become U+FFFD."""
         raw = b"".join(self.id_to_bytes(i) for i in map(int, ids) if not (skip_special and i in self.special_ids))
-        if self._strips_space and raw.startswith(b" "):
+        if self.strips_space and raw.startswith(b" "):
             raw = raw[1:]
         return raw.decode("utf-8", errors="replace")
 

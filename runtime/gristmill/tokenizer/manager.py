@@ -1,0 +1,260 @@
+"""Process A's link to the engine: sends requests to the scheduler, hands the text that comes back to whoever waits for it.
+
+Everything runs on one asyncio loop: the one that `start` is called on. No thread, no copy: the socket's descriptor wakes the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from gristmill.errors import GristmillError, ProtocolError
+from gristmill.launch_config import LaunchConfig
+from gristmill.loading.config import ModelConfig
+from gristmill.messages import Abort, Control, Message, Reply, Stats, Submit, Text
+from gristmill.tokenizer.tokenizer import Tokenizer
+from gristmill.tokenizer.validate import Limits
+from gristmill.transport import Endpoints, Pull, Push
+
+log = logging.getLogger(__name__)
+
+_MESSAGES_PER_WAKE = 256  # then other tasks of the loop get their turn
+
+
+class EngineUnavailable(GristmillError):
+    """The engine cannot take or finish requests: it is loading, has failed or is shutting down."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Generation:
+    """One client request: `len(rids)` choices whose texts come interleaved. Iterate over `batches()` on the manager's loop."""
+
+    def __init__(self, manager: TokenizerManager, request_id: str, rids: list[str]) -> None:
+        self.request_id, self.rids = request_id, rids
+        self._manager = manager
+        self._pending: deque[tuple[int, Text]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._unfinished = len(rids)
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Text]]]:
+        """Lists of (choice index, text), everything that is there at once, until each choice has sent its `finish`."""
+        while self._pending or self._unfinished:
+            if not self._pending:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            batch = list(self._pending)
+            self._pending.clear()
+            yield batch
+
+    def abort(self) -> None:
+        """Nobody waits for this request any more: its unfinished choices are aborted. Idempotent."""
+        self._manager.drop(self)
+
+    @property
+    def finished(self) -> bool:
+        return self._unfinished == 0
+
+    def push(self, index: int, text: Text) -> None:
+        """Called by the manager."""
+        self._pending.append((index, text))
+        self._unfinished -= text.finish is not None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class TokenizerManager:
+    """Owns the A -> B and C -> A edges, the open requests and the engine's latest statistics.
+
+    Args:
+        context: a `zmq.Context` or `zmq.asyncio.Context`; for an engine in one process the one its other parts use.
+
+    Attributes:
+        stats: the newest Stats message (all zero before the first).
+        failure: why the engine takes no more requests; "" while it does.
+    """
+
+    def __init__(self, config: LaunchConfig, context: zmq.Context, tokenizer: Tokenizer, model_config: ModelConfig) -> None:
+        self.config, self.tokenizer, self.model_config = config, tokenizer, model_config
+        self.stats = Stats()
+        self.failure = ""
+        # asyncio contexts make sockets whose calls return futures; the edges need plain ones
+        self._context: zmq.Context = zmq.Context.shadow(context.underlying)
+        self._open: dict[str, tuple[Generation, int]] = {}
+        self._controls: dict[int, asyncio.Future[Reply]] = {}
+        self._seq = itertools.count(1)
+        self._ready: asyncio.Future[None] | None = None
+        self._inbox: Pull | None = None
+        self._outbox: Push | None = None
+
+    # --- life
+
+    async def start(self) -> None:
+        """Open the edges on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        ends = Endpoints(self.config.endpoint_prefix)
+        self._inbox = Pull(self._context, ends.c_to_a)
+        self._outbox = Push(self._context, ends.a_to_b, "server")
+        self._fd = self._inbox.socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._on_readable)
+        self._on_readable()  # the descriptor is edge-triggered: look once for what came before it was watched
+
+    async def wait_ready(self) -> None:
+        """Until the engine can make its first token. Raises EngineUnavailable when it failed before."""
+        assert self._ready is not None, "start() comes first"
+        await asyncio.shield(self._ready)
+
+    async def shutdown(self, drain: bool = False) -> None:
+        """Ask the engine to end and wait until it has said that it does."""
+        await self.control("shutdown", {"drain": True} if drain else {}, timeout_s=None)
+
+    async def close(self) -> None:
+        """Fail what is open and close the edges. Idempotent."""
+        self.fail_all("the server is shutting down")
+        if self._inbox is not None and self._outbox is not None:
+            self._loop.remove_reader(self._fd)
+            self._inbox.close()
+            self._outbox.close()
+            self._inbox = self._outbox = None
+
+    # --- state
+
+    @property
+    def ready(self) -> bool:
+        return not self.failure and self.stats.ready
+
+    @property
+    def open_requests(self) -> int:
+        """Requests (not choices) that wait for text."""
+        return len({id(generation) for generation, _ in self._open.values()})
+
+    @property
+    def limits(self) -> Limits:
+        context = self.config.options.context_length or self.model_config.context_length
+        if self.stats.max_context:
+            context = min(context, self.stats.max_context)
+        return Limits(min(self.tokenizer.vocab_size, self.model_config.vocab_size), context)
+
+    # --- requests
+
+    def submit(self, choices: Sequence[Submit], request_id: str | None = None) -> Generation:
+        """Start `choices` (made by `validate.make_submit`) as one request. Raises EngineUnavailable when the engine is not ready."""
+        outbox = self._outbox
+        if self.failure or outbox is None:
+            raise EngineUnavailable(self.failure or "the engine was not started")
+        if not self.stats.ready:
+            raise EngineUnavailable("the model is still being loaded; try again in a moment")
+        if self.stats.draining:
+            raise EngineUnavailable("the server is shutting down")
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        if f"{request_id}-0" in self._open:
+            raise ValueError(f"request id {request_id!r} is already in use")
+        generation = Generation(self, request_id, [f"{request_id}-{i}" for i in range(len(choices))])
+        for i, (rid, choice) in enumerate(zip(generation.rids, choices)):
+            self._open[rid] = (generation, i)
+            outbox.send(msgspec.structs.replace(choice, rid=rid))
+        return generation
+
+    def drop(self, generation: Generation) -> None:
+        """Abort what is unfinished of `generation`; text that still comes for it is ignored."""
+        for rid in generation.rids:
+            if self._open.pop(rid, None) is not None:
+                self._send(Abort(rid, "client"))
+
+    def abort(self, request_id: str) -> int:
+        """Abort the request with this id; its client gets what there is, with finish "abort". Returns the choices aborted."""
+        found = [rid for rid, (generation, _) in self._open.items() if generation.request_id == request_id]
+        for rid in found:
+            self._send(Abort(rid, "client"))
+        return len(found)
+
+    def abort_all(self) -> int:
+        for rid in self._open:
+            self._send(Abort(rid, "client"))
+        return len(self._open)
+
+    def fail_all(self, message: str, status: int = 503) -> None:
+        """The engine is gone: every open request ends with `message`, and no new one is taken."""
+        self.failure = self.failure or message
+        for rid, (generation, index) in self._open.items():
+            generation.push(index, Text(rid, finish="error", error=message, status=status, code="engine_unavailable"))
+        self._open.clear()
+        for future in self._controls.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(message))
+        self._controls.clear()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineUnavailable(message))
+            self._ready.exception()  # nobody may be waiting
+
+    async def control(self, op: str, args: dict[str, Any] | None = None, timeout_s: float | None = 30.0) -> dict[str, Any]:
+        """Run a control operation. Raises EngineUnavailable (failed, refused or timed out)."""
+        if self.failure or self._outbox is None:
+            raise EngineUnavailable(self.failure or "the engine was not started")
+        seq = next(self._seq)
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._controls[seq] = future
+        self._send(Control(seq, op, args or {}))
+        try:
+            reply = await asyncio.wait_for(future, timeout_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise EngineUnavailable(f"the engine did not answer {op!r} within {timeout_s:g} s") from error
+        finally:
+            self._controls.pop(seq, None)
+        if reply.error is not None:
+            raise EngineUnavailable(reply.error, status=409)
+        return reply.result or {}
+
+    # --- messages
+
+    def _send(self, message: Message) -> None:
+        if self._outbox is not None:
+            self._outbox.send(message)
+
+    def _on_readable(self) -> None:
+        for _ in range(_MESSAGES_PER_WAKE):
+            if self._inbox is None:
+                return
+            try:
+                message = self._inbox.recv(0)
+            except ProtocolError as error:
+                log.error("%s", error)
+                self.fail_all(str(error))
+                continue
+            if message is None:
+                return
+            self._dispatch(message)
+        self._loop.call_soon(self._on_readable)
+
+    def _dispatch(self, message: Message) -> None:
+        if isinstance(message, Text):
+            entry = self._open.get(message.rid)
+            if entry is None:
+                return  # aborted meanwhile
+            generation, index = entry
+            if message.finish is not None:
+                del self._open[message.rid]
+                if message.finish == "stop" and isinstance(message.stop_reason, str):
+                    self._send(Abort(message.rid, "stop"))  # the scheduler does not know of stop strings
+            generation.push(index, message)
+        elif isinstance(message, Stats):
+            self.stats = message
+            if message.ready and self._ready is not None and not self._ready.done():
+                self._ready.set_result(None)
+        elif isinstance(message, Reply):
+            future = self._controls.get(message.seq)
+            if future is not None and not future.done():
+                future.set_result(message)
+        else:
+            log.error("the server got a %s; Text, Reply and Stats are what it reads", type(message).__name__)
