@@ -17,7 +17,7 @@ from gristmill.errors import OptionError
 
 ENV_PREFIX = "GRISTMILL_"
 # variables with our prefix that other parts read: the kernels package, the build of its wheels, our tests
-_FOREIGN_ENV = ("GRISTMILL_KERNELS_", "GRISTMILL_PLATFORM", "GRISTMILL_TEST_")
+_FOREIGN_ENV = ("GRISTMILL_KERNELS_", "GRISTMILL_PLATFORM", "GRISTMILL_TEST_", "GRISTMILL_CHECK")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -60,6 +60,12 @@ class Options:
     overlap: bool = _opt(True, "plan and send step t+1 while step t runs", group="scheduling")
     radix_cache: bool = _opt(True, "reuse the KV of common prefixes", group="memory")
     chunk_tokens: int = _opt(512, "most prompt tokens computed in one step (0: no chunking)", low=0, group="scheduling")
+    policy: str = _opt(
+        "fcfs",
+        "order of waiting requests: fcfs (first come, first served) or lpm (longest cached prefix first)",
+        choices=("fcfs", "lpm"),
+        group="scheduling",
+    )
     mixed_chunks: bool = _opt(True, "run decode rows beside a prompt chunk in one step", group="scheduling")
 
     max_body_bytes: int = _opt(16 << 20, "largest HTTP request body", low=1024, group="server")

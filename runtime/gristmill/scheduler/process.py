@@ -1,0 +1,225 @@
+"""Process B: the scheduler with its sockets, its clock and its life from the workers' Ready to the shutdown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from gristmill.errors import GristmillError, ProtocolError
+from gristmill.launch_config import LaunchConfig
+from gristmill.messages import Abort, Control, Done, Mask, Message, Ready, Reply, Result, Step, Submit, encode
+from gristmill.options import Options
+from gristmill.scheduler.loops import event_loop_normal, event_loop_overlap
+from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig
+from gristmill.trace import open_tracer
+from gristmill.transport import Endpoints, Pull, Push
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 1.0
+_POLL_MS = 100  # how late a stop event is seen at most; messages wake the poll at once
+
+
+def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> None:
+    """Run the scheduler until a Control shutdown is done or `stop` is set. Raises ProtocolError when a worker breaks the protocol."""
+    edges = _Edges(context, Endpoints(config.endpoint_prefix), config.world_size)
+    tracer = open_tracer(config.trace_dir, "scheduler")
+    try:
+        ready = edges.await_ready(stop)
+        if ready is None:
+            return
+        scheduler = Scheduler(scheduler_config(config, ready))
+        io = SchedulerIO(edges, scheduler, ready[0].caps, stop)
+        for message in edges.early:
+            scheduler.handle(message)
+        io.send_stats()
+        loop = event_loop_overlap if config.options.overlap else event_loop_normal
+        loop(scheduler, io, tracer)
+        io.finish()
+    finally:
+        tracer.close()
+        edges.close()
+
+
+def scheduler_config(config: LaunchConfig, ready: Sequence[Ready]) -> SchedulerConfig:
+    """What the slowest and smallest rank allows, within the options."""
+    options: Options = config.options
+    pools = []
+    for message in ready:
+        if len(message.pools) != 1 or message.pools[0].kind != "full":
+            kinds = ", ".join(pool.kind for pool in message.pools) or "none"
+            raise ProtocolError(f"rank {message.rank} has the pools {kinds}; this scheduler knows models with one full pool")
+        pools.append(message.pools[0])
+        if pools[-1].page_size != options.page_size:
+            raise ProtocolError(f"rank {message.rank} has pages of {pools[-1].page_size} tokens where --page-size is {options.page_size}")
+    pool_tokens = min(pool.slots for pool in pools)
+    if pool_tokens < options.page_size:
+        raise GristmillError(
+            f"the KV pool has room for {pool_tokens} tokens, less than one page of {options.page_size}: raise --pool-tokens"
+        )
+    return SchedulerConfig(
+        pool_tokens=pool_tokens,
+        max_reqs=min(options.max_running, *(message.max_reqs for message in ready)),
+        max_context=min(message.max_context for message in ready),
+        page_size=options.page_size,
+        eos_ids=config.eos_ids,
+        max_queued=options.max_queued,
+        chunk_tokens=options.chunk_tokens,
+        mixed_chunks=options.mixed_chunks,
+        radix_cache=options.radix_cache,
+        policy=options.policy,
+        n_ranks=config.world_size,
+        vocab_size=int(ready[0].caps.get("vocab_size", 0)),
+        check=os.environ.get("GRISTMILL_CHECK") == "1",
+    )
+
+
+class _Edges:
+    """The sockets of B."""
+
+    def __init__(self, context: zmq.Context, endpoints: Endpoints, n_ranks: int) -> None:
+        self.server = Pull(context, endpoints.a_to_b)
+        self.from_workers = [Pull(context, endpoints.d_to_b(rank)) for rank in range(n_ranks)]
+        self.to_workers = [Push(context, endpoints.b_to_d(rank), "scheduler") for rank in range(n_ranks)]
+        self.detokenizer = Push(context, endpoints.b_to_c, "scheduler")
+        self.early: list[Message] = []  # what the server said before the workers were ready
+        self._poller = zmq.Poller()
+        for pull in (self.server, *self.from_workers):
+            self._poller.register(pull.socket, zmq.POLLIN)
+
+    def poll(self, timeout_ms: float) -> None:
+        """Wait until something can be read, at most `timeout_ms`."""
+        self._poller.poll(max(0, round(timeout_ms)))
+
+    def await_ready(self, stop: threading.Event) -> list[Ready] | None:
+        """The Ready of every rank in the order of ranks; None when the engine is stopped before that."""
+        ready: dict[int, Ready] = {}
+        while len(ready) < len(self.from_workers):
+            if stop.is_set():
+                return None
+            self.poll(_POLL_MS)
+            while (message := self.server.recv()) is not None:
+                if isinstance(message, Control) and message.op == "shutdown":
+                    self.shut_down([message.seq])
+                    return None
+                self.early.append(message)
+            for rank, pull in enumerate(self.from_workers):
+                if (message := pull.recv()) is not None:
+                    if not isinstance(message, Ready) or message.rank != rank:
+                        raise ProtocolError(f"worker {rank} sent a {type(message).__name__} where its Ready was due")
+                    ready[rank] = message
+        return [ready[rank] for rank in sorted(ready)]
+
+    def send_workers(self, message: Message) -> None:
+        """The same bytes to every rank."""
+        frames = encode(message)
+        for worker in self.to_workers:
+            worker.send_encoded(frames)
+
+    def shut_down(self, seqs: Sequence[int]) -> None:
+        """Tell the workers to end, then answer every shutdown that was asked for; the detokenizer ends on the answer."""
+        self.send_workers(Control(seqs[0], "shutdown"))
+        for seq in seqs:
+            self.detokenizer.send(Reply(seq, result={}))
+
+    def close(self) -> None:
+        for pull in (self.server, *self.from_workers):
+            pull.close()
+        for push in (*self.to_workers, self.detokenizer):
+            push.close()
+
+
+class SchedulerIO:
+    """The LoopIO of a real engine, and the clock: statistics once a second, the age of the oldest step."""
+
+    def __init__(self, edges: _Edges, scheduler: Scheduler, caps: dict[str, object], stop: threading.Event) -> None:
+        self._edges, self._scheduler, self._caps, self._stop = edges, scheduler, caps, stop
+        self._results: list[Result] = []
+        self._sent_at: dict[int, float] = {}  # by step number, in flight
+        self._stats_due = 0.0
+        self._drain_told = False
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def drain(self) -> None:
+        self._read()
+        self._tick()
+
+    def wait_input(self) -> None:
+        self._tick()
+        self._edges.poll(min(_POLL_MS, (self._stats_due - time.monotonic()) * 1000))
+
+    def send_step(self, step: Step) -> None:
+        self._sent_at[step.step] = time.monotonic()
+        self._edges.send_workers(step)
+
+    def send_mask(self, mask: Mask) -> None:
+        self._edges.to_workers[0].send(mask)
+
+    def recv_result(self, return_on_input: bool) -> Result | None:
+        while not self._results:
+            heard = self._read()
+            if self._results:
+                break
+            if self.stopped or (return_on_input and heard):
+                return None
+            self._tick()
+            self._edges.poll(min(_POLL_MS, (self._stats_due - time.monotonic()) * 1000))
+        result = self._results.pop(0)
+        self._sent_at.pop(result.step, None)
+        return result
+
+    def publish(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._edges.detokenizer.send(message)
+
+    def _read(self) -> bool:
+        """Hand over what is there; results are kept for recv_result. Returns whether the scheduler was told anything."""
+        heard = False
+        while (message := self._edges.server.recv()) is not None:
+            if isinstance(message, Submit | Abort | Control):
+                self._scheduler.handle(message)
+                heard = True
+            else:
+                log.warning("dropped a %s from the server, which is not its to send", type(message).__name__)
+        for rank, pull in enumerate(self._edges.from_workers):
+            while (message := pull.recv()) is not None:
+                if isinstance(message, Result) and rank == 0:
+                    self._results.append(message)
+                elif isinstance(message, Done):
+                    self._scheduler.handle(message)
+                    heard = True
+                else:
+                    raise ProtocolError(f"worker {rank} sent a {type(message).__name__}, which is not its to send now")
+        return heard
+
+    def _tick(self) -> None:
+        for control in self._scheduler.controls.take_worker_controls():
+            self._edges.send_workers(control)
+        if time.monotonic() >= self._stats_due:
+            self.send_stats()
+        elif self._scheduler.controls.shutdowns and not self._drain_told:
+            self._drain_told = True
+            self.send_stats()
+
+    def send_stats(self) -> None:
+        now = time.monotonic()
+        stats = self._scheduler.snapshot()
+        stats.ready, stats.caps = True, self._caps
+        stats.age_s = now - min(self._sent_at.values()) if self._sent_at else 0.0
+        self._edges.detokenizer.send(stats)
+        self._stats_due = now + STATS_INTERVAL_S
+
+    def finish(self) -> None:
+        """The loop has ended: last words to the detokenizer, then everybody's shutdown."""
+        self.publish(self._scheduler.take())
+        if self._scheduler.controls.shutdowns:
+            self.send_stats()
+            self._edges.shut_down(self._scheduler.controls.shutdowns)
