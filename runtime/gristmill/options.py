@@ -16,7 +16,7 @@ from typing import Any
 from gristmill.errors import OptionError
 
 ENV_PREFIX = "GRISTMILL_"
-# variables with our prefix that other parts read: the kernels package, the build of its wheels, our tests
+# variables with our prefix that other parts read: the kernels package, the build of its wheels, our tests and checks
 _FOREIGN_ENV = ("GRISTMILL_KERNELS_", "GRISTMILL_PLATFORM", "GRISTMILL_TEST_", "GRISTMILL_CHECK")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 

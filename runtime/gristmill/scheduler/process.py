@@ -125,7 +125,7 @@ class _Edges:
         """Tell the workers to end, then answer every shutdown that was asked for; the detokenizer ends on the answer."""
         self.send_workers(Control(seqs[0], "shutdown"))
         for seq in seqs:
-            self.detokenizer.send(Reply(seq, result={}))
+            self.detokenizer.send(Reply(seq, result={"shutdown": True}))
 
     def close(self) -> None:
         for pull in (self.server, *self.from_workers):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import zmq
 
+from gristmill import progress
 from gristmill.launch_config import LaunchConfig
-from gristmill.loading.weights import Progress
 from gristmill.trace import NullTracer, open_tracer
 from gristmill.transport import Endpoints, Pull, Push
 from gristmill.worker import null
@@ -51,26 +49,10 @@ def _load(config: LaunchConfig, tracer: NullTracer, stop: threading.Event) -> An
         return null.NullRunner(config.model_path, config.options, tracer=tracer)
     from gristmill.worker.runner import ModelRunner
 
-    with _progress_bar() as show, tracer.span("load"):
+    def show(done: int, total: int) -> None:
+        if stop.is_set():
+            raise Stopped
+        progress.report("weights", done, total)
 
-        def progress(done: int, total: int) -> None:
-            if stop.is_set():
-                raise Stopped
-            show(done, total)
-
-        return ModelRunner(config.model_path, config.options, progress=progress, tracer=tracer)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A bar on standard error while it is a terminal; nothing otherwise."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("load", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with tracer.span("load"):
+        return ModelRunner(config.model_path, config.options, progress=show, tracer=tracer)
