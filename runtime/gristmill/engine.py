@@ -189,7 +189,8 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """The scheduler's newest counters (once a second, and whenever it comes to rest)."""
+        """The scheduler's counters of this moment."""
+        self.control("stats")
         return self._manager.stats
 
     def control(self, op: str, **args: Any) -> dict[str, Any]:

@@ -184,7 +184,10 @@ class SchedulerIO:
         """Hand over what is there; results are kept for recv_result. Returns whether the scheduler was told anything."""
         heard = False
         while (message := self._edges.server.recv()) is not None:
-            if isinstance(message, Submit | Abort | Control):
+            if isinstance(message, Control) and message.op == "stats":  # the newest counters, sent ahead of the reply
+                self.send_stats()
+                self._edges.detokenizer.send(Reply(message.seq, result={}))
+            elif isinstance(message, Submit | Abort | Control):
                 self._scheduler.handle(message)
                 heard = True
             else:
