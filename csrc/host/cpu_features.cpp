@@ -129,7 +129,7 @@ struct Level {
   std::vector<const char*> needs;  // beyond the level below it
 };
 
-// Best first, each on top of the next. packaging/cmake/isa_levels.cmake compiles with the flags that stand for these
+// Best first, each on top of the next. packaging/cmake-modules/isa_levels.cmake compiles with the flags that stand for these
 // lists.
 std::vector<Level> levels() {
 #if defined(GRISTMILL_X86)

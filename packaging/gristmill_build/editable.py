@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -10,7 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gristmill_build.staging import ROOT
@@ -26,14 +28,26 @@ def build_in_place(platform: str) -> None:
 
     The environment variable GRISTMILL_ISAS limits the levels.
     """
-    build = build_directory(platform)
+    with exclusive(build_directory(platform)) as build:
+        compile_and_install(build, platform)
+
+
+@contextlib.contextmanager
+def exclusive(build: Path) -> Iterator[Path]:
+    """Two builds in one directory spoil each other; the later one waits for the earlier."""
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield build
+
+
+def compile_and_install(build: Path, platform: str) -> None:
     isas = os.environ.get("GRISTMILL_ISAS", "")
     environment = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1), **os.environ}
     definitions = {"GRISTMILL_PLATFORM": platform, "GRISTMILL_ISAS": isas, "Python_EXECUTABLE": sys.executable}
     wanted = "\n".join(f"{name}={value}" for name, value in definitions.items())
     stamp = build / "configured.txt"
     if not (build / "build.ninja").exists() or not stamp.exists() or stamp.read_text() != wanted:
-        build.mkdir(parents=True, exist_ok=True)
         arguments = [f"-D{name}={value}" for name, value in definitions.items()]
         run(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *arguments], environment)
         stamp.write_text(wanted)

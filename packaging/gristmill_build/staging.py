@@ -91,6 +91,7 @@ def staged(config_settings: Mapping[str, Any] | None) -> Iterator[Settings]:
     check_settings(settings)
     platform = choose_platform(settings)
     settings.pop("platform", None)
+    os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))  # ninja's own default is two more
     build_dir = settings.get("build-dir")
     with contextlib.ExitStack() as stack:
         if build_dir:

@@ -8,11 +8,8 @@ find_package(pybind11 2.13 CONFIG REQUIRED)
 
 file(GLOB host_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/host/*.cpp)
 pybind11_add_module(_host MODULE NO_EXTRAS ${host_sources})
-gristmill_common_options(_host)
+gristmill_common_options(_host PyInit__host)
 target_compile_definitions(_host PRIVATE
   GRISTMILL_VERSION="${GRISTMILL_VERSION}"
   GRISTMILL_PLATFORM="${GRISTMILL_PLATFORM}")
-if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
-  target_link_options(_host PRIVATE -Wl,-z,nodelete)  # its statics outlive the interpreter
-endif()
 install(TARGETS _host DESTINATION gristmill_kernels)

@@ -6,7 +6,7 @@ foreach(level IN LISTS GRISTMILL_ISA_LEVELS)
   set(library gristmill_cpu_${level})
   string(TOUPPER ${level} macro)
   add_library(${library} SHARED ${cpu_sources})
-  gristmill_common_options(${library})
+  gristmill_common_options(${library} "")  # static initialisers register the operators
   target_include_directories(${library} PRIVATE ${CMAKE_SOURCE_DIR}/csrc)
   target_compile_definitions(${library} PRIVATE GRISTMILL_ISA_${macro})
   # No contraction or reassociation behind the author's back: a row's result may not depend on what the optimiser fused.
