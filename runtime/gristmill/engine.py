@@ -10,7 +10,7 @@ import queue
 import tempfile
 import threading
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from gristmill.errors import GristmillError
 from gristmill.launch import merged_trace, prepare
 from gristmill.launch_child import NAMES, ROLES, describe_failure
 from gristmill.messages import SamplingParams, Stats, Submit, Text, TokenLogprob, Usage
-from gristmill.options import make_options
+from gristmill.options import Options, make_options
 from gristmill.tokenizer.manager import EngineUnavailable, Generation, TokenizerManager
 from gristmill.tokenizer.validate import (
     MAX_CHOICES,
@@ -83,7 +83,17 @@ class Engine:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        prepared = prepare(make_options(str(model), options))
+        self._start(make_options(str(model), options))
+
+    @classmethod
+    def from_options(cls, options: Options) -> Engine:
+        """An engine from Options that were made already, as the command line does."""
+        engine = cls.__new__(cls)
+        engine._start(options)
+        return engine
+
+    def _start(self, options: Options) -> None:
+        prepared = prepare(options)
         self.options, self.tokenizer, self.model_config = prepared.options, prepared.tokenizer, prepared.model_config
         self._cleanup = contextlib.ExitStack()
         self._stop = threading.Event()
@@ -161,7 +171,7 @@ class Engine:
         include_stop: bool = False,
         skip_special: bool = True,
         **sampling: Any,
-    ) -> Iterator[tuple[int, Text]]:
+    ) -> Generator[tuple[int, Text], None, None]:
         """Complete one prompt piece by piece: (choice index, new text), the last piece of a choice with `finish` and `usage`.
 
         Ending the iteration early aborts the request. Arguments as for `generate`; messages of a chat are a prompt too.
@@ -169,7 +179,7 @@ class Engine:
         # not a generator itself: a wrong argument is to be raised here, not at the first iteration
         return self._pieces(self._choices(prompt, n, stop, logprobs, False, include_stop, skip_special, sampling))
 
-    def _pieces(self, choices: list[Submit]) -> Iterator[tuple[int, Text]]:
+    def _pieces(self, choices: list[Submit]) -> Generator[tuple[int, Text], None, None]:
         pieces: queue.SimpleQueue[tuple[int, Text] | BaseException | None] = queue.SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(self._forward(choices, pieces), self._loop)
         try:
@@ -184,6 +194,17 @@ class Engine:
         """The model's answer to a conversation ({"role", "content"} mappings, oldest first); arguments as for `generate`."""
         choices = self._choices(messages, 1, **self._chat_arguments(arguments))
         return self._call(self._finish_all([choices]))[0]
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, of the messages of a chat (with the chat template), or the given ids themselves."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            try:
+                return self.tokenizer.apply_chat_template([dict(message) for message in prompt])  # type: ignore[arg-type]
+            except ValueError as error:
+                raise RequestError(str(error), "messages") from error
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     # --- the engine itself
 
@@ -242,7 +263,7 @@ class Engine:
         skip_special: bool = True,
         sampling: Mapping[str, Any] = {},
     ) -> list[Submit]:
-        ids = self._prompt_ids(prompt)
+        ids = self.prompt_ids(prompt)
         limits = self._manager.limits
         check_ids("prompt", ids, limits)
         first = check_sampling(limits, len(ids), **sampling)
@@ -266,16 +287,6 @@ class Engine:
             **{name: value for name, value in arguments.items() if name in own},
             "sampling": {name: value for name, value in arguments.items() if name not in own},
         }
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            try:
-                return self.tokenizer.apply_chat_template([dict(message) for message in prompt])  # type: ignore[arg-type]
-            except ValueError as error:
-                raise RequestError(str(error), "messages") from error
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     async def _finish_all(self, jobs: Sequence[list[Submit]]) -> list[Output]:
         """All outputs in order; at most max_queued choices are with the scheduler at a time, which refuses more."""

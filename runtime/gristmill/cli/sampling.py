@@ -1,0 +1,41 @@
+"""Sampling flags that `generate` and `chat` share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gristmill.errors import OptionError
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Flags of one request; ranges are checked by the engine, which names what it refuses."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens", type=_number(int), default=max_tokens, metavar="INT", help=f"most tokens to generate (default: {max_tokens})"
+    )
+    group.add_argument("--temperature", type=_number(float), metavar="FLOAT", help="0 is greedy (default: 0.7)", default=0.7)
+    group.add_argument("--top-p", type=_number(float), metavar="FLOAT", help="smallest set of tokens with this probability (default: 1)")
+    group.add_argument("--top-k", type=_number(int), metavar="INT", help="most likely tokens to choose from (default: all)")
+    group.add_argument("--min-p", type=_number(float), metavar="FLOAT", help="least probability relative to the best token (default: 0)")
+    group.add_argument("--seed", type=_number(int), metavar="INT", help="repeat a run (default: random)")
+    group.add_argument("--repetition-penalty", type=_number(float), metavar="FLOAT", help="above 1: avoid repeating tokens (default: 1)")
+    group.add_argument("--stop", action="append", metavar="STR", help="end at this text, which is not shown; may be given several times")
+
+
+def sampling_from(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given, as keyword arguments of Engine.generate."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "stop")
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def _number(kind: type[int] | type[float]) -> Any:
+    """A converter whose refusal is one line in the words of the other options."""
+
+    def convert(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise OptionError(f"a sampling option must be {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
+
+    return convert
