@@ -55,11 +55,15 @@ class Generation:
                 await self._waiter
             batch = list(self._pending)
             self._pending.clear()
-            yield batch
+            if batch:
+                yield batch
 
     def abort(self) -> None:
-        """Nobody waits for this request any more: its unfinished choices are aborted. Idempotent."""
+        """Nobody waits for this request any more: unfinished choices are aborted and `batches` ends. Idempotent."""
         self._manager.drop(self)
+        self._unfinished = 0
+        self._pending.clear()
+        self._wake()
 
     @property
     def finished(self) -> bool:
@@ -69,6 +73,9 @@ class Generation:
         """Called by the manager."""
         self._pending.append((index, text))
         self._unfinished -= text.finish is not None
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
