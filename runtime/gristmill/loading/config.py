@@ -16,6 +16,9 @@ from gristmill.loading.gguf_file import GgufFile
 # config.json's model_type (and GGUF's general.architecture) -> the class name that "architectures" must hold, when it is given
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+# Far above any real model; they keep a damaged file from asking for absurd allocations.
+_MOST, _MOST_LAYERS, _MOST_HEAD_DIM = 1 << 24, 1 << 12, 1 << 12
+
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -89,9 +92,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def architecture_error(name: object, where: Path) -> ModelError:
+def architecture_error(name: object, where: str | Path) -> ModelError:
+    """`name` is what the configuration holds in place of a known architecture, of whatever JSON type."""
     known = ", ".join(f"{key} ({cls})" for key, cls in ARCHITECTURES.items())
-    return ModelError(f"{where} is a model of architecture {name!r}, which is not supported; known: {known}")
+    return ModelError(f"{where} is a model of architecture {_shown(name)}, which is not supported; known: {known}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _Fields:
@@ -106,31 +115,37 @@ class _Fields:
                 return values[key]
         return default
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = _MOST, least: int = 1) -> int:
         value = self.get(key, default)
         if value is None:
             raise ModelError(f"{self.where} does not say {key}")
-        if type(value) is not int or value <= 0:
-            raise ModelError(f"{self.where}: {key} must be a positive integer, not {value!r}")
+        if type(value) is not int or not least <= value <= most:
+            raise ModelError(f"{self.where}: {key} must be an integer from {least} to {most}, not {_shown(value)}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        value = self.get(key, default)
+        if value is not None and not isinstance(value, str):
+            raise ModelError(f"{self.where}: {key} must be a string, not {_shown(value)}")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ModelError(f"{self.where}: {key} must be a positive number, not {value!r}")
+            raise ModelError(f"{self.where}: {key} must be a positive number, not {_shown(value)}")
         return float(value)
 
     def boolean(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if type(value) is not bool:
-            raise ModelError(f"{self.where}: {key} must be true or false, not {value!r}")
+            raise ModelError(f"{self.where}: {key} must be true or false, not {_shown(value)}")
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
         value = self.get(key, [])
         values = value if isinstance(value, list) else [value]
         if any(type(v) is not int or v < 0 for v in values):
-            raise ModelError(f"{self.where}: {key} must be a token id or a list of them, not {value!r}")
+            raise ModelError(f"{self.where}: {key} must be a token id or a list of them, not {_shown(value)}")
         return tuple(values)
 
 
@@ -142,13 +157,13 @@ def _from_hf(folder: Path) -> ModelConfig:
     # A composite config describes its language model in text_config; what is missing there may still stand at the top.
     get = _Fields(where, nested, raw) if "hidden_size" not in raw else _Fields(where, raw, nested)
 
-    architecture = get.get("model_type")
-    if architecture not in ARCHITECTURES:
-        raise architecture_error(architecture if architecture is not None else raw.get("architectures"), where)
+    architecture = get.text("model_type")
     declared = raw.get("architectures")
-    if not nested and declared and ARCHITECTURES[architecture] not in declared:
+    if architecture is None or architecture not in ARCHITECTURES:
+        raise architecture_error(declared if architecture is None else architecture, where)
+    if not nested and declared is not None and not (isinstance(declared, list) and ARCHITECTURES[architecture] in declared):
         raise architecture_error(declared, where)
-    activation = get.get("hidden_act", "silu")
+    activation = get.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act {activation!r} is not supported (silu is)")
 
@@ -167,10 +182,10 @@ def _from_hf(folder: Path) -> ModelConfig:
         vocab_size=get.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=get.integer("intermediate_size"),
-        num_layers=get.integer("num_hidden_layers"),
+        num_layers=get.integer("num_hidden_layers", most=_MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=get.integer("num_key_value_heads", heads),
-        head_dim=get.integer("head_dim", default_head_dim),
+        head_dim=get.integer("head_dim", default_head_dim, _MOST_HEAD_DIM),
         context_length=context,
         rms_eps=get.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -181,7 +196,7 @@ def _from_hf(folder: Path) -> ModelConfig:
         mlp_bias=get.boolean("mlp_bias") if architecture == "llama" else False,
         qk_norm=architecture == "qwen3",
         sliding_window=window,
-        first_window_layer=int(get.get("max_window_layers", 0)) if window else 0,
+        first_window_layer=get.integer("max_window_layers", 0, least=0) if window else 0,
         eos_ids=tuple(sorted({*get.ids("eos_token_id"), *generation.ids("eos_token_id")})),
         bos_id=next(iter(get.ids("bos_token_id")), None),
         dtype=dtype if dtype in _DTYPES else "float32",
@@ -226,7 +241,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{where} has no tensor 'token_embd.weight'")
     heads, hidden = get.integer("attention.head_count"), get.integer("embedding_length")
-    head_dim = get.integer("attention.key_length", hidden // heads)
+    head_dim = get.integer("attention.key_length", hidden // heads, _MOST_HEAD_DIM)
     rotary = get.integer("rope.dimension_count", head_dim)
     if rotary != head_dim or get.integer("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{where}: rope.dimension_count {rotary} and attention.value_length must equal the head dimension {head_dim}")
@@ -243,7 +258,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
         intermediate_size=get.integer("feed_forward_length"),
-        num_layers=get.integer("block_count"),
+        num_layers=get.integer("block_count", most=_MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=get.integer("attention.head_count_kv", heads),
         head_dim=head_dim,

@@ -126,7 +126,7 @@ def _entry(path: Path, name: str, value: object, data_start: int, size: int) -> 
         valid = False
     if not valid:
         raise ModelError(f"{path}: tensor {name!r} has a malformed header entry: {str(value)[:100]}")
-    if dtype_name not in _DTYPES:
+    if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
         raise ModelError(f"{path}: tensor {name!r} is of dtype {dtype_name!r}, which is not supported ({', '.join(_DTYPES)} are)")
     dtype = _DTYPES[dtype_name]
     if math.prod(shape) * dtype.itemsize != end - start:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 import torch
 
@@ -21,6 +20,6 @@ _CLASSES = {
 def build_model(config: ModelConfig, ops: LayerOps, dtype: torch.dtype, max_context: int) -> LlamaForCausalLM:
     """The model of `config`, without weights (see gristmill.loading.weights). Raises ModelError for an unknown architecture."""
     if config.architecture not in _CLASSES:
-        raise architecture_error(config.architecture, Path("the model"))
+        raise architecture_error(config.architecture, "this")
     module, _, name = _CLASSES[config.architecture].partition(":")
     return getattr(importlib.import_module(module), name)(config, ops, dtype, max_context)
