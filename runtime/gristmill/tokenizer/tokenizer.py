@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Encoding
+from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from gristmill.errors import ModelError
 from gristmill.tokenizer import chat_template as chat
 from gristmill.tokenizer.chat_template import ChatTemplateError
 from gristmill.tokenizer.gguf_vocab import GgufVocab
-from gristmill.tokenizer.pieces import Spelling, piece_bytes, spelling_of
+from gristmill.tokenizer.pieces import Spelling, byte_alphabet, piece_bytes, spelling_of
 
 __all__ = ["ChatTemplateError", "Tokenizer", "load_tokenizer"]
 
@@ -199,10 +199,12 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of the model at `path`: a directory with tokenizer.json, or a .gguf file.
+    """The tokenizer of the model at `path`: a directory with tokenizer.json, a .gguf file, or "null:<ms>[:<vocabulary>]".
 
     Raises ModelError, one sentence, when it is missing, unreadable or of an unsupported kind.
     """
+    if str(path).startswith("null:"):
+        return _for_null_worker(str(path))
     path = Path(path)
     if path.is_dir():
         return _from_directory(path)
@@ -218,6 +220,19 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             extra_eos=vocab.add_eos,
         )
     raise ModelError(f"cannot load a tokenizer from {path}: it is neither a directory nor a .gguf file")
+
+
+def _for_null_worker(path: str) -> Tokenizer:
+    """Three control tokens, the 256 bytes, then made-up words up to the vocabulary of a null worker (worker/null.py)."""
+    size = path.split(":")[2:]
+    wanted = int(size[0]) if size and size[0].isdecimal() else 600
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), *(f"\u0120w{i}" for i in range(wanted))][:wanted]
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.add_special_tokens(tokens[:3])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    return Tokenizer(backend, where=path, named={"eos_token": tokens[-1] if wanted < 3 else "<|im_end|>"}, chat_template=template)
 
 
 def _from_directory(folder: Path) -> Tokenizer:
