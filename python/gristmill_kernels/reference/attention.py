@@ -107,22 +107,26 @@ def _attend(
         sink = sinks.double().view(1, num_kv_heads, -1, 1).expand(num_rows, -1, -1, 1)
         scores = torch.cat([scores, sink], dim=-1)
         values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-    lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], float("-inf"))
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    result = torch.einsum("rhgn,nhd->rhgd", weights, values)
-    return result.reshape(num_rows, num_qo_heads, -1), lse.reshape(num_rows, num_qo_heads)
+    # A further -inf stands in for the maximum of a row without keys; the sum of an empty row is 0 and its output 0 / 1.
+    largest = torch.nn.functional.pad(scores, (0, 1), value=float("-inf")).amax(-1)
+    weights = torch.exp(scores - largest.masked_fill(largest == float("-inf"), 0.0)[..., None])
+    total = weights.sum(-1)
+    result = torch.einsum("rhgn,nhd->rhgd", weights, values) / total.masked_fill(total == 0, 1.0)[..., None]
+    return result.reshape(num_rows, num_qo_heads, -1), (largest + total.log()).reshape(num_rows, num_qo_heads)
 
 
 def merge_state(out: Tensor, out_lse: Tensor, o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> None:
     empty = float("-inf")
     wide_a, wide_b = lse_a.double(), lse_b.double()
-    lse = torch.logaddexp(wide_a, wide_b)  # -inf for two empty states
-    base = lse.masked_fill(lse == empty, 0.0)
+    largest = torch.maximum(wide_a, wide_b)
+    base = largest.masked_fill(largest == empty, 0.0)
     weight_a, weight_b = torch.exp(wide_a - base)[..., None], torch.exp(wide_b - base)[..., None]
     # An empty state has weight 0 and its output may be anything.
     part_a = (weight_a * o_a.double()).masked_fill(weight_a == 0, 0.0)
     part_b = (weight_b * o_b.double()).masked_fill(weight_b == 0, 0.0)
-    merged = (part_a + part_b).to(out.dtype)
+    total = weight_a + weight_b
+    merged = ((part_a + part_b) / total.masked_fill(total == 0, 1.0)).to(out.dtype)
+    lse = largest + total[..., 0].log()  # -inf for two empty states
     only_a, only_b = (lse_b == empty) & (lse_a != empty), (lse_a == empty) & (lse_b != empty)
     merged = torch.where(only_a[..., None], o_a, torch.where(only_b[..., None], o_b, merged))
     lse = torch.where(only_a, lse_a, torch.where(only_b, lse_b, lse.float()))

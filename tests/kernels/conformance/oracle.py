@@ -1,0 +1,181 @@
+"""What every op means, in float64 NumPy and plain Python loops, written from the definitions and sharing nothing with the package."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+NEGATIVE_INFINITY = float("-inf")
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def rope(x: Array, positions: NDArray[np.int32], table: Array, is_neox: bool) -> tuple[Array, Array]:
+    """Rotated [T, H, D] and the sum of magnitudes behind every element."""
+    result, magnitude = x.copy(), np.zeros_like(x)
+    half = table.shape[1] // 2
+    for token, position in enumerate(positions):
+        if not 0 <= position < table.shape[0]:
+            continue
+        for pair in range(half):
+            cos, sin = table[position, pair], table[position, half + pair]
+            i, j = (pair, pair + half) if is_neox else (2 * pair, 2 * pair + 1)
+            a, b = x[token, :, i], x[token, :, j]
+            result[token, :, i], result[token, :, j] = a * cos - b * sin, b * cos + a * sin
+            magnitude[token, :, i] = abs(a * cos) + abs(b * sin)
+            magnitude[token, :, j] = abs(b * cos) + abs(a * sin)
+    return result, magnitude
+
+
+def silu_and_mul(x: Array) -> Array:
+    half = x.shape[-1] // 2
+    gate, up = x[..., :half], x[..., half:]
+    with np.errstate(over="ignore"):
+        return gate / (1.0 + np.exp(-gate)) * up
+
+
+@dataclass
+class AttentionResult:
+    out: Array
+    lse: Array
+    # Sum of p|v| behind every output element, and the largest |q||k| * scale behind every row's logits.
+    out_magnitude: Array
+    logit_magnitude: Array
+
+
+def attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    requests: list[tuple[range, list[int]]],
+    *,
+    scale: float,
+    causal: bool = True,
+    masks: list[NDArray[np.bool_]] | None = None,
+    logit_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Array | None = None,
+    v_scale: float = 1.0,
+) -> AttentionResult:
+    """`requests`: for each, its rows of q and its slots in order of position. `masks` replace the causal mask."""
+    rows, heads, _ = q.shape
+    group = heads // k_cache.shape[1]
+    out = np.zeros((rows, heads, v_cache.shape[2]))
+    result = AttentionResult(out, np.full((rows, heads), NEGATIVE_INFINITY), np.zeros_like(out), np.zeros((rows, heads)))
+    for number, (row_range, slots) in enumerate(requests):
+        for i, row in enumerate(row_range):
+            position = len(slots) - len(row_range) + i
+            seen = [j for j in range(len(slots)) if slots[j] >= 0 and (window_left < 0 or j >= position - window_left)]
+            if masks is not None:
+                seen = [j for j in seen if masks[number][i, j]]
+            elif causal:
+                seen = [j for j in seen if j <= position]
+            where = [slots[j] for j in seen]
+            for head in range(heads):
+                sink = None if sinks is None else float(sinks[head])
+                _attend_one(
+                    result, (row, head), q[row, head], k_cache[where, head // group], v_cache[where, head // group], scale, logit_cap, sink
+                )
+    result.out *= v_scale
+    result.out_magnitude *= abs(v_scale)
+    return result
+
+
+def _attend_one(
+    result: AttentionResult, at: tuple[int, int], q: Array, keys: Array, values: Array, scale: float, logit_cap: float, sink: float | None
+) -> None:
+    logits = keys @ q * scale
+    if logit_cap > 0:
+        logits = logit_cap * np.tanh(logits / logit_cap)
+    everything = logits if sink is None else np.append(logits, sink)
+    if len(everything) == 0:
+        return
+    largest = everything.max()
+    total = np.exp(everything - largest).sum()
+    weights = np.exp(logits - largest) / total
+    result.lse[at] = largest + math.log(total)
+    result.out[at] = weights @ values
+    result.out_magnitude[at] = weights @ abs(values)
+    if len(logits):
+        result.logit_magnitude[at] = (abs(keys) @ abs(q)).max() * abs(scale)
+
+
+def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array, Array]:
+    """Merged output, LSE, and the sum of magnitudes behind every output element."""
+    out, lse, magnitude = np.zeros_like(o_a), np.full_like(lse_a, NEGATIVE_INFINITY), np.zeros_like(o_a)
+    for at in np.ndindex(lse_a.shape):
+        parts = [(value, o) for value, o in ((lse_a[at], o_a[at]), (lse_b[at], o_b[at])) if value != NEGATIVE_INFINITY]
+        if not parts:
+            continue
+        largest = max(value for value, _ in parts)
+        weights = [math.exp(value - largest) for value, _ in parts]
+        lse[at] = largest + math.log(sum(weights))
+        out[at] = sum(weight * o for weight, (_, o) in zip(weights, parts)) / sum(weights)
+        # A float32 difference of LSEs is off by up to |difference| * 2^-24, so its weight is by that much, relatively.
+        magnitude[at] = sum((1 + largest - value) * weight * abs(o) for weight, (value, o) in zip(weights, parts)) / sum(weights)
+    return out, lse, magnitude
+
+
+def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:
+    """Ten rounds of Philox4x32 (Salmon et al. 2011, section 3.3); counter words are Python integers or uint64 arrays."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product_0, product_1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (product_1 >> 32) ^ c1 ^ k0, product_1 & 0xFFFFFFFF, (product_0 >> 32) ^ c3 ^ k1, product_0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def gumbel(seed: int, position: int, vocab_size: int) -> Array:
+    blocks = np.arange((vocab_size + 3) // 4, dtype=np.uint64)
+    zero = np.zeros_like(blocks)
+    words = philox4x32((zero + (position & 0xFFFFFFFF), blocks, zero, zero), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    u = (np.stack(words, axis=1).reshape(-1)[:vocab_size].astype(np.float64) + 0.5) * 2.0**-32
+    return -np.log(-np.log(u))
+
+
+def is_drawable(logits: Array) -> bool:
+    return not (np.isnan(logits).any() or (logits == np.inf).any() or (logits == NEGATIVE_INFINITY).all())
+
+
+def greedy(logits: Array) -> int:
+    return int(np.argmax(logits)) if is_drawable(logits) else -1
+
+
+def survivors(scaled: Array, top_k: int, top_p: float, min_p: float, slack: float) -> set[int]:
+    """Tokens that remain; `slack` > 0 moves the top-p and min-p borders outwards, < 0 inwards, by what rounding may do to a sum."""
+    ranked = [token for token in np.argsort(-scaled, kind="stable").tolist() if scaled[token] > NEGATIVE_INFINITY]
+    if 0 < top_k < len(scaled):
+        ranked = ranked[:top_k]
+    if top_p < 1:
+        probabilities = np.exp(scaled[ranked])
+        before = (np.cumsum(probabilities) - probabilities) / probabilities.sum()
+        ranked = [token for rank, token in enumerate(ranked) if rank == 0 or before[rank] < top_p + slack]
+    if min_p > 0:
+        border = min(min_p, 1.0) * (1 - slack)
+        ranked = [token for token in ranked if scaled[token] == 0 or math.exp(scaled[token]) >= border]
+    return set(ranked)
+
+
+def acceptable_draws(
+    logits: Array, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int, slack: float = 1e-5
+) -> set[int]:
+    """Ids that a correct implementation may return: usually one, more where a border or a score is closer than rounding."""
+    if not is_drawable(logits) or math.isnan(temperature):
+        return {-1}
+    if temperature <= 0:
+        return {greedy(logits)}
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.where(logits == NEGATIVE_INFINITY, NEGATIVE_INFINITY, (logits - logits.max()) / temperature)
+    loose = survivors(scaled, top_k, top_p, min_p, slack)
+    strict = survivors(scaled, top_k, top_p, min_p, -slack)
+    score = scaled + gumbel(seed, position, len(logits))
+    best = max(score[token] for token in strict)
+    return {token for token in loose if score[token] >= best - slack * (1 + abs(scaled[token]))}
