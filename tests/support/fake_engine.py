@@ -72,9 +72,7 @@ class FakeEngine:
         self.failures: list[BaseException] = []
         self._running: dict[str, _Running] = {}
         self._free = list(range(4096))[::-1]
-        self._threads = [
-            threading.Thread(target=self._guard, args=(target,), daemon=True) for target in (self._schedule, self._detokenize)
-        ]
+        self._threads = [threading.Thread(target=self._guard, args=(target,), daemon=True) for target in (self._schedule, self._detokenize)]
         for thread in self._threads:
             thread.start()
         return self
@@ -165,7 +163,9 @@ class FakeEngine:
                 idx.append(running.idx)
                 tok.append(token)
                 ends = token in sampling.stop_token_ids or (token in self.config.eos_ids and not sampling.ignore_eos)
-                reason = "stop" if ends and running.n_out > sampling.min_tokens else "length" if running.n_out == sampling.max_tokens else ""
+                reason = (
+                    "stop" if ends and running.n_out > sampling.min_tokens else "length" if running.n_out == sampling.max_tokens else ""
+                )
             if reason:
                 del self._running[rid]
                 out.close.append(self._close(running, reason))

@@ -65,7 +65,7 @@ class StopScanner:
         """The text has ended: the rest of it, or the cut at a hit that was waiting for an earlier one."""
         if self._candidate is not None and self.hit is None:
             return self._decide(self._candidate)
-        return self._release(len(self._held))
+        return self._release(len(self._held))  # nothing after a hit
 
     def _step(self, char: str) -> None:
         self._n += 1
@@ -83,7 +83,9 @@ class StopScanner:
 
     def _decide(self, hit: StopHit) -> str:
         self.hit = hit
-        return self._release((hit.end if self._include else hit.start) - self._released)
+        shown = self._release((hit.end if self._include else hit.start) - self._released)
+        self._held = ""
+        return shown
 
     def _release(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]

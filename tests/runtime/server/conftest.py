@@ -35,7 +35,9 @@ def serving(engine: FakeEngine) -> Iterator[SimpleNamespace]:
 
     async def main() -> None:
         await engine.manager.start()
-        server = uvicorn.Server(uvicorn.Config(build_app(engine.manager, engine.options), log_config=None, access_log=False, http="httptools"))
+        server = uvicorn.Server(
+            uvicorn.Config(build_app(engine.manager, engine.options), log_config=None, access_log=False, http="httptools")
+        )
         box.server, box.loop = server, asyncio.get_running_loop()
         task = asyncio.create_task(server.serve([sock]))
         if engine.ready:
