@@ -77,7 +77,7 @@ class Admission:
 
     def __init__(self, chunk_tokens: int, *, initial_ratio: float = INITIAL_RATIO) -> None:
         self.chunk_tokens = chunk_tokens
-        self._initial = initial_ratio
+        self._initial, self._least = initial_ratio, min(initial_ratio, MIN_RATIO)
         self.ratio = initial_ratio
 
     def prefill_budget(self) -> int:
@@ -105,7 +105,7 @@ class Admission:
         return needed + int(self.ratio * (remaining + running_remaining)) <= available
 
     def on_step(self) -> None:
-        self.ratio = max(MIN_RATIO, self.ratio - RATIO_DECAY_PER_STEP)
+        self.ratio = max(self._least, self.ratio - RATIO_DECAY_PER_STEP)
 
     def on_retraction(self) -> None:
         self.ratio = min(MAX_RATIO, self.ratio + RATIO_RAISE)

@@ -35,9 +35,9 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
             return
         scheduler = Scheduler(scheduler_config(config, ready))
         io = SchedulerIO(edges, scheduler, ready[0].caps, stop)
-        for message in edges.early:
-            scheduler.handle(message)
         io.send_stats()
+        for message in edges.early:
+            io.hear(message)
         loop = event_loop_overlap if config.options.overlap else event_loop_normal
         loop(scheduler, io, tracer)
         io.finish()
@@ -184,14 +184,8 @@ class SchedulerIO:
         """Hand over what is there; results are kept for recv_result. Returns whether the scheduler was told anything."""
         heard = False
         while (message := self._edges.server.recv()) is not None:
-            if isinstance(message, Control) and message.op == "stats":  # the newest counters, sent ahead of the reply
-                self.send_stats()
-                self._edges.detokenizer.send(Reply(message.seq, result={}))
-            elif isinstance(message, Submit | Abort | Control):
-                self._scheduler.handle(message)
-                heard = True
-            else:
-                log.warning("dropped a %s from the server, which is not its to send", type(message).__name__)
+            self.hear(message)
+            heard = True
         for rank, pull in enumerate(self._edges.from_workers):
             while (message := pull.recv()) is not None:
                 if isinstance(message, Result) and rank == 0:
@@ -202,6 +196,16 @@ class SchedulerIO:
                 else:
                     raise ProtocolError(f"worker {rank} sent a {type(message).__name__}, which is not its to send now")
         return heard
+
+    def hear(self, message: Message) -> None:
+        """Take one message of the server."""
+        if isinstance(message, Control) and message.op == "stats":  # the newest counters, sent ahead of the reply
+            self.send_stats()
+            self._edges.detokenizer.send(Reply(message.seq, result={}))
+        elif isinstance(message, Submit | Abort | Control):
+            self._scheduler.handle(message)
+        else:
+            log.warning("dropped a %s from the server, which is not its to send", type(message).__name__)
 
     def _tick(self) -> None:
         for control in self._scheduler.controls.take_worker_controls():

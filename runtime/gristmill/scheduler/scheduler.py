@@ -30,7 +30,7 @@ from gristmill.messages import (
     Submit,
     ints,
 )
-from gristmill.scheduler.admission import REMAINING_CLIP_TOKENS, Admission, Limits, Refusal, refuse
+from gristmill.scheduler.admission import INITIAL_RATIO, REMAINING_CLIP_TOKENS, Admission, Limits, Refusal, refuse
 from gristmill.scheduler.control import Controls
 from gristmill.scheduler.masks import MaskProvider
 from gristmill.scheduler.outbox import Outbox
@@ -60,6 +60,7 @@ class SchedulerConfig:
     n_ranks: int = 1
     vocab_size: int = 0  # 0: ids are not checked against it
     lookahead_tokens: int = LOOKAHEAD_TOKENS
+    new_token_ratio: float = INITIAL_RATIO  # share of their remaining tokens that running requests are first expected to need
     check: bool = False  # verify the accounting after every plan and apply
 
 
@@ -84,7 +85,7 @@ class Scheduler:
         # a request never has more KV than the pool, nor more ids than that and the one that was sampled last
         self.table = ReqTable(config.max_reqs, min(config.max_context, self.pool.total + 1), config.page_size)
         self.running = Running(self.table, self.pool, config.lookahead_tokens)
-        self.admission = Admission(config.chunk_tokens)
+        self.admission = Admission(config.chunk_tokens, initial_ratio=config.new_token_ratio)
         self.outbox = Outbox()
         self.controls = Controls(config.n_ranks, self._flush, self.outbox.reply)
         self.stats = Stats(max_reqs=config.max_reqs, max_context=min(config.max_context, self.pool.total), pool_total=self.pool.total)

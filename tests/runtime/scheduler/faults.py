@@ -1,0 +1,206 @@
+"""Faults to plant in the scheduler: each is a mistake that a change could plausibly make, and the simulator must notice every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from gristmill.memory.radix_cache import RadixCache
+from gristmill.memory.req_table import ReqTable
+from gristmill.scheduler.admission import Admission
+from gristmill.scheduler.request import Request, State
+from gristmill.scheduler.running import Running
+from gristmill.scheduler.scheduler import Scheduler
+
+Fault = tuple[type, str, Callable[[Any], Callable[..., Any]]]  # class, method, what replaces it (given the original)
+
+
+def _release_in_flight(settle: Any) -> Any:
+    def faulty(self: Running) -> bool:
+        inflight, self.table.inflight = self.table.inflight, np.zeros_like(self.table.inflight)
+        try:
+            return settle(self)
+        finally:
+            self.table.inflight = inflight
+
+    return faulty
+
+
+def _remap_to_tree(adopt: Any) -> Any:
+    """Reads the tree's copy from now on and frees the own one, as if the table could change under a live request."""
+
+    def faulty(self: Running, request: Request, n_tokens: int) -> None:
+        adopt(self, request, n_tokens)
+        if request.lease.tree is not None and request.lease.n_tokens and request.state is State.RUNNING:
+            n, slot = request.lease.n_tokens, request.req_slot
+            _, slots = request.lease.tree.match(self.table.ids[slot, :n], request.extra_key)
+            mine = request.is_private(n)
+            if len(slots) == n and mine.any():
+                self.pool.give(self.table.slots[slot, :n][mine])
+                self.table.slots[slot, :n] = slots
+                request.tree_spans = [(0, n)]
+
+    return faulty
+
+
+def _adopt_unapplied(advance: Any) -> Any:
+    def faulty(self: Scheduler, request: Request, n: int) -> Any:
+        row = advance(self, request, n)
+        self.running.adopt(request, row[2])
+        return row
+
+    return faulty
+
+
+def _adopt_duplicates(extend: Any) -> Any:
+    """Believes that the tree took everything that was offered: duplicates leak."""
+    return lambda self, lease, ids, slots, key: (extend(self, lease, ids, slots, key)[0], lease.n_tokens)
+
+
+def _share_everything(is_private: Any) -> Any:
+    return lambda self, n_slots: np.ones(n_slots, dtype=bool)
+
+
+def _count_zombies(end: Any) -> Any:
+    def faulty(self: Running, request: Request) -> None:
+        slot, live = request.req_slot, bool(self.table.live[request.req_slot])
+        end(self, request)
+        self.table.live[slot] = live
+
+    return faulty
+
+
+def _drop_parked_results(park: Any) -> Any:
+    def faulty(self: Running, request: Request) -> None:
+        park(self, request)
+        self.table.live[request.req_slot] = False
+
+    return faulty
+
+
+def _one_token_too_many(start: Any) -> Any:
+    return lambda self, request, lease, cached, limit, writes: start(self, request, lease, cached, limit + 1, writes)
+
+
+def _forget_the_lock(acquire: Any) -> Any:
+    def faulty(self: RadixCache, ids: np.ndarray, extra_key: str) -> Any:
+        lease, slots = acquire(self, ids, extra_key)
+        self.release(lease)
+        return lease._replace(node=0), slots
+
+    return faulty
+
+
+def _flush_in_use(flush: Any) -> Any:
+    """Frees prefixes that live requests still read."""
+
+    def faulty(self: RadixCache) -> int:
+        freed = flush(self)
+        for tree in self._retired:
+            self.give(tree.all_slots())  # type: ignore[attr-defined]
+        self._retired.clear()
+        return freed
+
+    return faulty
+
+
+def _ignore_extra_key(acquire: Any) -> Any:
+    return lambda self, ids, extra_key: acquire(self, ids[:-1] if len(ids) > 1 and extra_key else ids, "")
+
+
+def _apply_by_slot(apply: Any) -> Any:
+    """Takes the results in the order of request slots instead of rows."""
+
+    def faulty(self: Scheduler, step: Any, result: Any) -> Any:
+        result.ids = result.ids[np.argsort(np.argsort(step.req_slot))]
+        return apply(self, step, result)
+
+    return faulty
+
+
+def _mask_without_newest(mask: Any) -> Any:
+    def faulty(self: Scheduler, step: Any) -> Any:
+        self.table.n_ids[step.req_slot] -= 1
+        try:
+            return mask(self, step)
+        finally:
+            self.table.n_ids[step.req_slot] += 1
+
+    return faulty
+
+
+def _cache_what_is_scored(start: Any) -> Any:
+    def faulty(self: Scheduler, request: Request, *args: Any) -> Any:
+        score_from, request.score_from = request.score_from, -1
+        try:
+            return start(self, request, *args)
+        finally:
+            request.score_from = score_from
+
+    return faulty
+
+
+def _give_up_too_early(make_room: Any) -> Any:
+    return lambda self, rows, n_in_flight: make_room(self, rows, 0)
+
+
+def _forget_output_on_retraction(release: Any) -> Any:
+    def faulty(self: Running, request: Request) -> None:
+        release(self, request)
+        request.ids = request.ids[: max(request.n_prompt, len(request.ids) - 1)]
+
+    return faulty
+
+
+def _keep_req_slot_busy(give: Any) -> Any:
+    def faulty(self: ReqTable, slot: int) -> None:
+        give(self, slot)
+        if slot == 1:
+            self._free.pop()
+
+    return faulty
+
+
+def _always_fits(fits: Any) -> Any:
+    return lambda self, *args: True
+
+
+def _heed_eos_too_late(start: Any) -> Any:
+    def faulty(self: Running, request: Request, *args: Any) -> None:
+        start(self, request, *args)
+        self.table.eos_from[request.req_slot] += 1
+
+    return faulty
+
+
+FAULTS: dict[str, Fault] = {
+    "slots are released while steps in flight name them": (Running, "settle", _release_in_flight),
+    "a live table entry is remapped to the tree's copy": (Running, "adopt", _remap_to_tree),
+    "positions are adopted before their step is applied": (Scheduler, "_advance_prefill", _adopt_unapplied),
+    "duplicates are taken for adopted": (RadixCache, "extend", _adopt_duplicates),
+    "what the tree adopted is freed with the request": (Request, "is_private", _share_everything),
+    "results of zombie rows count": (Running, "end", _count_zombies),
+    "the last result of a parked request is dropped": (Running, "park", _drop_parked_results),
+    "a row is planned past max_tokens": (Running, "start", _one_token_too_many),
+    "a cached prefix is not locked": (RadixCache, "acquire", _forget_the_lock),
+    "a flush frees what is in use": (RadixCache, "flush", _flush_in_use),
+    "results are matched by request slot": (Scheduler, "apply", _apply_by_slot),
+    "a mask is made without the newest token": (Scheduler, "mask", _mask_without_newest),
+    "positions that score the prompt are taken from the cache": (Scheduler, "_start", _cache_what_is_scored),
+    "the sole request fails although its step is in flight": (Running, "make_room", _give_up_too_early),
+    "a retracted request loses its newest token": (Running, "_release", _forget_output_on_retraction),
+    "a request slot is lost": (ReqTable, "give", _keep_req_slot_busy),
+    "requests start without room": (Admission, "fits", _always_fits),
+    "the first EOS that may end a request is ignored": (Running, "start", _heed_eos_too_late),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The scheduler with one fault."""
+    owner, method, make = FAULTS[name]
+    with patch.object(owner, method, make(getattr(owner, method))):
+        yield

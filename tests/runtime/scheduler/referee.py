@@ -1,0 +1,178 @@
+"""The rules of the step protocol, checked from the outside: from the messages, and from who owns which slot after every plan and apply.
+
+It keeps its own tables, its own count of what is in flight and its own record of which KV is known to be computed, so that no
+bookkeeping of the scheduler vouches for itself. Numbers in messages are the invariants of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from gristmill.memory.radix_cache import Tree
+from gristmill.messages import EMIT_SAMPLE, Result, Step
+from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig
+
+
+@dataclass
+class _Known:
+    """What the steps said so far about the request in one request slot."""
+
+    ids: list[int] = field(default_factory=list)
+    n_prompt: int = 0
+    max_tokens: int = 0
+    table: list[int] = field(default_factory=list)
+    planned: int = -1  # positions planned, -1 before the first row
+    emits: int = 0
+
+
+class _Unapplied(NamedTuple):
+    step: int
+    req_slots: np.ndarray
+    slots: np.ndarray  # every slot that a row reads or writes
+    computed: list[tuple[int, int, int]]  # (req_slot, start, end)
+
+
+class Referee:
+    """Watches one schedule. Invariants 1 to 7, 9 (with the worker) and 12; 8, 10 and 13 are about things this engine does not have yet."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.known = [_Known() for _ in range(config.max_reqs)]
+        self.unapplied: deque[_Unapplied] = deque()
+        self.last_step = 0
+        self.applied = np.zeros(config.pool_tokens, dtype=np.int64)  # KV content by slot, of applied steps only
+        self.n_evicted = self.n_duplicates = self.n_retired = 0
+
+    # --- messages
+
+    def on_step(self, step: Step, sequences: list[Any]) -> None:
+        """A step goes out to the workers."""
+        assert step.step == self.last_step + 1, f"1: step {step.step} follows {self.last_step}"
+        self.last_step = step.step
+        in_flight = {slot for sent in self.unapplied for slot in sent.req_slots.tolist()}
+        rows = step.req_slot.tolist()
+        assert len(set(rows)) == len(rows), "a request has two rows in one step"
+        for new in step.new:
+            assert new.req_slot not in in_flight, f"3: request slot {new.req_slot} was given to another request while in flight"
+            assert new.req_slot in rows
+            known = self.known[new.req_slot] = _Known(new.ids.tolist(), new.n_prompt, new.sampling.max_tokens)
+            assert known.n_prompt + known.max_tokens >= len(known.ids)
+        offset = 0
+        for write in step.writes:
+            table = self.known[write.req_slot].table
+            assert write.start == len(table), f"4: entries from {write.start} of a table of {len(table)} are written"
+            table += step.write_slots[offset : offset + write.n].tolist()
+            assert len(table) <= self.config.max_context
+            offset += write.n
+        computed, named = [], []
+        for slot, q_len, kv_len, emit in zip(rows, step.q_len.tolist(), step.kv_len.tolist(), step.emit.tolist()):
+            known, start = self.known[slot], kv_len - q_len
+            assert known.planned in (-1, start), f"rows of request slot {slot} skip from {known.planned} to {start}"
+            assert 0 <= start < kv_len <= len(known.table), f"10: row [{start}, {kv_len}) has slots for {len(known.table)}"
+            if known.planned < 0 and start:
+                self._cached_prefix(known, start)
+            known.planned = kv_len
+            known.emits += emit == EMIT_SAMPLE
+            n_total = len(known.ids) + known.emits
+            assert n_total <= known.n_prompt + known.max_tokens, "6: a row is planned past max_tokens"
+            assert n_total <= self.config.max_context, "6: a row is planned past the context"
+            assert emit == EMIT_SAMPLE or kv_len <= len(known.ids)
+            computed.append((slot, start, kv_len))
+            named += known.table[:kv_len]
+        self.unapplied.append(_Unapplied(step.step, step.req_slot, np.array(named), computed))
+
+    def _cached_prefix(self, known: _Known, end: int) -> None:
+        from tests.runtime.scheduler.simulator import extend_hash
+
+        assert end < len(known.ids), "the last known token must be computed"
+        h = 0
+        for token, slot in zip(known.ids[:end], known.table[:end]):
+            h = extend_hash(h, token)
+            assert self.applied[slot] == h, "5: a cached slot does not hold the applied KV of its prefix"
+
+    def on_result(self, result: Result, worker: Any) -> None:
+        """The worker answered; the scheduler applies this next."""
+        sent = self.unapplied.popleft()
+        assert result.step == sent.step
+        for req_slot, start, end in sent.computed:
+            sequence = worker.sequences[req_slot]
+            self.applied[sequence.table[start:end]] = sequence.hashes[start:end]
+
+    def on_sole_failure(self, scheduler: Scheduler) -> None:
+        """A request is failed for want of slots."""
+        assert not self.unapplied, "7: a request fails for want of slots while steps are in flight"
+        assert len(scheduler.running.requests) <= 1 and not scheduler.running.leaving, (
+            "7: a request fails for want of slots but is not alone"
+        )
+
+    # --- ownership
+
+    def check(self, scheduler: Scheduler) -> None:
+        """Between any two actions: who owns every slot, and that nothing in use is free."""
+        pool, table = scheduler.pool, scheduler.table
+        free = pool.allocator.free_slots()
+        in_trees = [tree.all_slots() for tree in pool.trees]
+        self.n_retired = max(self.n_retired, len(in_trees) - 1)
+        private, tables = [], []
+        for request in scheduler.running.by_slot:
+            if request is None:
+                continue
+            slot = request.req_slot
+            row = table.slots[slot, : table.n_slots[slot]]
+            private.append(row[request.is_private(len(row))])
+            tables.append(row)
+            sent = self.known[slot].table
+            assert len(sent) == min(len(row), table.width) and row[: len(sent)].tolist() == sent, "4: a live table entry changed"
+        everything = np.concatenate([free, *in_trees, *private])
+        assert len(everything) == pool.total and (np.bincount(everything) == 1).all(), (
+            "12: the slots of free, trees and requests are not all slots, once"
+        )
+        if self.unapplied:
+            is_free = np.zeros(pool.total, dtype=bool)
+            is_free[free] = True
+            for step in self.unapplied:
+                assert not is_free[step.slots].any(), f"3: a slot that step {step.step} names is free"
+                for req_slot in step.req_slots.tolist():
+                    assert scheduler.running.by_slot[req_slot] is not None, (
+                        f"3: step {step.step} names the released request slot {req_slot}"
+                    )
+        if tables:
+            uses = np.bincount(np.concatenate(tables), minlength=pool.total)
+            for slots in in_trees:
+                uses[slots] = 0
+            assert uses.max() <= 1, "a slot is in two live tables and not in the tree"
+        for tree in pool.trees:
+            tree.check()  # type: ignore[attr-defined]
+
+
+class SpyTree:
+    """A tree that tells the referee what it adopts; everything else goes through."""
+
+    def __init__(self, tree: Tree, referee: Referee) -> None:
+        self._tree, self._referee = tree, referee
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tree, name)
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray, extra_key: str = "") -> tuple[int, int]:
+        from tests.runtime.scheduler.simulator import extend_hash
+
+        held = set(self._tree.all_slots().tolist())  # type: ignore[attr-defined]
+        node, n_present = self._tree.insert(ids, slots, extra_key)
+        h = 0
+        for position, (token, slot) in enumerate(zip(ids.tolist(), slots.tolist())):
+            h = extend_hash(h, token)
+            if position >= n_present:
+                assert slot not in held, f"5: slot {slot} is adopted twice"
+                assert self._referee.applied[slot] == h, f"5: position {position} is adopted before its step was applied"
+            else:
+                self._referee.n_duplicates += slot not in held
+        return node, n_present
+
+    def evict(self, num_tokens: int) -> np.ndarray:
+        freed = self._tree.evict(num_tokens)
+        self._referee.n_evicted += len(freed)
+        return freed
