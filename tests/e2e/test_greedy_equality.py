@@ -1,0 +1,117 @@
+"""SmolLM2-135M through the whole engine: greedy ids equal transformers' solo run on the same float32 weights, whatever is switched on.
+
+Each run also asserts that what it is about really happened: cached tokens, chunks, retractions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gristmill import Engine
+from gristmill.catalogue import resolve_model
+
+from tests.support.oracle import GreedyRun, check_same, greedy, load_gguf_oracle
+from tests.support.prompts import PROMPTS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+N_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def model_path() -> Path:
+    return Path(resolve_model("smollm2-135m").path)
+
+
+@pytest.fixture(scope="module")
+def runs(model_path: Path) -> list[GreedyRun]:
+    from gristmill.tokenizer.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model_path)
+    model = load_gguf_oracle(model_path)
+    return [greedy(model, tokenizer.encode(prompt), N_TOKENS) for prompt in PROMPTS]
+
+
+def make_engine(model_path: Path, **options) -> Engine:
+    return Engine(str(model_path), **{"dtype": "float32", "pool_tokens": 8192, "max_running": 32, "chunk_tokens": 0, **options})
+
+
+def generate(engine: Engine, runs: list[GreedyRun]):
+    prompts = [list(run.prompt) for run in runs]
+    return engine.generate(prompts, temperature=0, max_tokens=N_TOKENS, ignore_eos=True, logprobs=2)
+
+
+def check_all(runs: list[GreedyRun], outputs) -> int:
+    assert len(outputs) == len(runs)
+    compared = 0
+    for number, (run, output) in enumerate(zip(runs, outputs)):
+        assert len(output.ids) == N_TOKENS and output.finish_reason == "length"
+        alternatives = [{top.id: top.logprob for top in entry.top} for entry in output.logprobs]
+        try:
+            compared += check_same(run, output.ids, alternatives)
+        except AssertionError as error:
+            raise AssertionError(f"prompt {number}: {error}") from error
+    assert compared > 0.9 * len(runs) * N_TOKENS, f"only {compared} tokens before near ties"
+    return compared
+
+
+CONFIGS = {
+    "all on, 24 at once": {},
+    "no overlap": {"overlap": False},
+    "page size 16": {"page_size": 16},
+    "chunks of 16": {"chunk_tokens": 16},
+    "chunks of 16, decode apart": {"chunk_tokens": 16, "mixed_chunks": False},
+    "pages, chunks, no overlap": {"page_size": 16, "chunk_tokens": 32, "overlap": False},
+    "torch_native": {"attention_backend": "torch_native"},
+}
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())
+def test_ids_equal_the_solo_run_and_again_from_the_cache(options, model_path, runs):
+    with make_engine(model_path, **options) as engine:
+        check_all(runs, generate(engine, runs))
+        before = engine.stats
+        assert before.running == before.waiting == before.pool_locked == 0
+        if options.get("chunk_tokens"):
+            assert before.chunks > len(runs)
+        again = generate(engine, runs)
+        check_all(runs, again)
+        assert engine.stats.cached_tokens > before.cached_tokens
+        page = options.get("page_size", 1)
+        for run, output in zip(runs, again):
+            assert output.usage.cached_tokens == (len(run.prompt) - 1) // page * page
+
+
+def test_ids_equal_the_solo_run_without_a_prefix_cache(model_path, runs):
+    with make_engine(model_path, radix_cache=False) as engine:
+        check_all(runs, generate(engine, runs))
+        check_all(runs[:4], generate(engine, runs[:4]))
+        stats = engine.stats
+        assert stats.cached_tokens == 0 and stats.pool_free == stats.pool_total
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+def test_ids_equal_the_solo_run_when_requests_are_retracted(overlap, model_path, runs):
+    longest = max(len(run.prompt) for run in runs) + N_TOKENS
+    with make_engine(model_path, pool_tokens=4 * longest, overlap=overlap, chunk_tokens=32) as engine:
+        check_all(runs, generate(engine, runs))
+        stats = engine.stats
+        assert stats.retractions > 0, stats
+        assert stats.pool_free + stats.pool_evictable == stats.pool_total and stats.pool_locked == 0
+
+
+def test_ids_equal_the_solo_run_one_request_at_a_time(model_path, runs):
+    with make_engine(model_path) as engine:
+        outputs = [generate(engine, [run])[0] for run in runs[:6]]
+        check_all(runs[:6], outputs)
+        assert outputs[3].usage.cached_tokens > 30  # the instruction that prompts 0 and 3 share
+
+
+def test_batch_neighbours_never_change_a_bit_of_the_logprobs(model_path, runs):
+    with make_engine(model_path, chunk_tokens=16) as engine:
+        together = generate(engine, runs[:12])
+        engine.flush()
+        for run, output in zip(runs[:3], together):
+            alone = generate(engine, [run])[0]
+            assert [entry.logprob for entry in alone.logprobs] == [entry.logprob for entry in output.logprobs]
