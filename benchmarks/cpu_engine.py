@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_engine.py [--model smollm2-135m] [--dtypes float32,bfloat16] [--rounds 5] [--out benchmarks/results]
 
-Both sides get the same random prompt ids and the same number of threads. transformers runs a bare forward loop (no HTTP, no detokenisation, no
-scheduling); ours includes all of that. The ratio is the median over rounds of ours / peer within the round.
+Both sides get the same random prompt ids and the same number of threads. transformers runs a bare forward loop (no HTTP,
+no detokenisation, no scheduling); ours includes all of that. The ratio is the median over rounds of ours / peer within the round.
 """
 
 from __future__ import annotations
@@ -162,9 +162,15 @@ def machine() -> dict[str, Any]:
     import transformers
 
     return {
-        "date": datetime.date.today().isoformat(), "commit": commit, "cpu": model, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "kernels_isa": gristmill_kernels.capabilities().get("isa"),
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "kernels_isa": gristmill_kernels.capabilities().get("isa"),
+    }
 
 
 def main() -> None:

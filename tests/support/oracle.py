@@ -57,11 +57,13 @@ def check_same(run: GreedyRun, ids: Sequence[int], alternatives: Sequence[dict[i
     """
     for position, (want, second, margin) in enumerate(zip(run.ids, run.runner_up, run.margin)):
         if margin < NEAR_TIE:
-            assert position < len(ids) and ids[position] in (want, second), f"token {position}: {ids[position]} is neither {want} nor {second}"
+            assert position < len(ids) and ids[position] in (want, second), (
+                f"token {position}: {ids[position]} is neither {want} nor {second}"
+            )
             if alternatives is not None:
                 gap = abs(alternatives[position][want] - alternatives[position][second])
                 assert gap < 2 * NEAR_TIE, f"token {position}: logits {gap} apart, the oracle's {margin}"
             return position
-        assert position < len(ids) and ids[position] == want, f"token {position} of {list(ids)}: expected {want} (margin {margin:.2g})"
+        assert ids[position] == want, f"token {position} of {list(ids)}: expected {want} (margin {margin:.2g})"
     assert len(ids) == len(run.ids), f"{len(ids)} tokens, the oracle has {len(run.ids)}"
     return len(run.ids)
