@@ -1,8 +1,8 @@
 """24 prompts of mixed kinds and lengths; every third begins with the same long instruction, for a prefix cache to find."""
 
 SHARED = (
-    "You are a careful assistant in a small library. You answer in plain words, you never invent a source, and when you do not know something "
-    "you say so. The library has seven rooms, and each room has its own keeper. A visitor comes in and asks: "
+    "You are a careful assistant in a small library. You answer in plain words, you never invent a source, and when you do not "
+    "know something you say so. The library has seven rooms, and each room has its own keeper. A visitor comes in and asks: "
 )
 
 PROMPTS = [
