@@ -16,7 +16,6 @@ from typing import Any
 
 import uvicorn
 import zmq
-import zmq.asyncio
 
 from gristmill.errors import GristmillError, OptionError
 from gristmill.launch import Prepared, merged_trace, prepare
@@ -135,16 +134,16 @@ class _Server:
         from gristmill.tokenizer.manager import TokenizerManager
 
         loop = asyncio.get_running_loop()
-        failed: asyncio.Future[str] = loop.create_future()
+        failed: asyncio.Future[None] = loop.create_future()
         signals: asyncio.Queue[int] = asyncio.Queue()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signals.put_nowait, number)
 
-        def on_failure(sentence: str) -> None:
+        def on_failure() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed already
-                loop.call_soon_threadsafe(_set_once, failed, sentence)
+                loop.call_soon_threadsafe(_set_once, failed)
 
-        context = zmq.asyncio.Context()
+        context = zmq.Context()
         supervisor = Supervisor(self.config, on_failure)
         manager = TokenizerManager(self.config, context, self.prepared.tokenizer, self.prepared.model_config)
         await manager.start()
@@ -155,6 +154,7 @@ class _Server:
                 access_log=False,
                 http="httptools",
                 ws="none",
+                lifespan="off",
                 loop="asyncio",
                 server_header=False,
                 timeout_keep_alive=75,  # longer than clients keep idle connections, so that they never meet a closing one
@@ -172,7 +172,7 @@ class _Server:
             if not failed.done():
                 http_task.result()
                 raise GristmillError("the HTTP server ended unexpectedly")
-            return await self._fail(failed.result(), manager, supervisor, http, http_task)
+            return await self._fail(manager, supervisor, http, http_task)
         finally:
             ready_task.cancel()
             signal_task.cancel()
@@ -196,7 +196,7 @@ class _Server:
         supervisor: Supervisor,
         http: uvicorn.Server,
         http_task: asyncio.Task[None],
-        failed: asyncio.Future[str],
+        failed: asyncio.Future[None],
     ) -> int:
         """Let open requests finish for up to drain_s; a second signal ends everything at once."""
         if manager.open_requests:
@@ -207,7 +207,7 @@ class _Server:
             ended: set[asyncio.Future[Any]] = {http_task, failed, again}
             await asyncio.wait(ended, timeout=self.options.drain_s, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
-                return await self._fail(failed.result(), manager, supervisor, http, http_task)
+                return await self._fail(manager, supervisor, http, http_task)
             if again.done():
                 supervisor.kill()
                 return 128 + again.result()
@@ -223,18 +223,18 @@ class _Server:
             await asyncio.wait_for(manager.shutdown(), _SHUTDOWN_S)
         return 0 if number == signal.SIGTERM else 128 + number
 
-    async def _fail(self, sentence: str, manager: Any, supervisor: Supervisor, http: uvicorn.Server, http_task: asyncio.Task[None]) -> int:
+    async def _fail(self, manager: Any, supervisor: Supervisor, http: uvicorn.Server, http_task: asyncio.Task[None]) -> int:
         """A child ended: every open request gets the reason, then the server ends with it."""
         supervisor.kill()
-        manager.fail_all(sentence)
+        manager.fail_all(supervisor.public_failure)
         await asyncio.wait({http_task}, timeout=_FLUSH_S)  # /health says 503 meanwhile
         await _end_http(http, http_task)
-        raise GristmillError(sentence)
+        raise GristmillError(supervisor.failure)
 
 
-def _set_once(future: asyncio.Future[str], value: str) -> None:
+def _set_once(future: asyncio.Future[None]) -> None:
     if not future.done():
-        future.set_result(value)
+        future.set_result(None)
 
 
 async def _end_http(http: uvicorn.Server, task: asyncio.Task[None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _STOP_S = 2.0  # how long a child may take to end after it was asked to
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux and 104 on macOS, the name of an edge included
+_CHATTER = re.compile(r"[\d-]+ [\d:.]+ (DEBUG|INFO) ")  # log lines that explain no end
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -75,12 +77,15 @@ class Child:
         threading.Thread(target=self._wait, args=(on_end,), name=f"{role}-wait", daemon=True).start()
 
     def sentence(self) -> str:
-        """Why it ended, for a person."""
+        """Why it ended, for the person who started the server."""
         if self.error:
             return self.error
+        return self.public_sentence() + (f"; its last line was: {self.last_line}" if self.last_line else "")
+
+    def public_sentence(self) -> str:
+        """Why it ended, for clients: no path of this machine, no text of a log."""
         code = self.process.returncode
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return f"the {self.name} {how}" + (f"; its last line was: {self.last_line}" if self.last_line else "")
+        return f"the {self.name} {f'was killed by {_signal_name(-code)}' if code < 0 else f'ended with exit code {code}'}"
 
     def release(self) -> None:
         """Close its stdin, which asks it to end."""
@@ -97,9 +102,11 @@ class Child:
             elif line.startswith("error: "):
                 self.error = escape(line.removeprefix("error: "))
             elif line.strip():
-                self.last_line = escape(line)
+                line = escape(line)
+                if not _CHATTER.match(line):
+                    self.last_line = line
                 with contextlib.suppress(OSError, ValueError):
-                    sys.stderr.write(self.last_line + "\n")
+                    sys.stderr.write(line + "\n")
                     sys.stderr.flush()
 
     def _wait(self, on_end: Callable[[Child], None]) -> None:
@@ -109,13 +116,14 @@ class Child:
 
 
 class Supervisor:
-    """All children of one server. `on_failure` is called once, from a thread, with a sentence, when one ends that was not asked to."""
+    """All children of one server. `on_failure` is called once, from a thread, when one ends that was not asked to."""
 
-    def __init__(self, config: LaunchConfig, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, config: LaunchConfig, on_failure: Callable[[], None]) -> None:
         self.config = config
         self.children: list[Child] = []
         self.view = progress.View()
         self.failure = ""
+        self.public_failure = ""
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._stopping = False
@@ -160,9 +168,9 @@ class Supervisor:
         with self._lock:
             if self._stopping or self.failure:
                 return
-            self.failure = child.sentence()
+            self.failure, self.public_failure = child.sentence(), child.public_sentence()
         self.view.close()
-        self._on_failure(self.failure)
+        self._on_failure()
 
 
 def _child_environment(role: str, config: LaunchConfig) -> dict[str, str]:
