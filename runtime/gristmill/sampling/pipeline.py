@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from gristmill_kernels import sampling as kernels
 
+from gristmill.errors import ProtocolError
 from gristmill.messages import Mask
 from gristmill.sampling.state import SamplingState, SlotState
 
@@ -80,7 +81,7 @@ def allowed_rows(mask: Mask, row_of: dict[int, int], vocab_size: int) -> dict[in
     """The bitmask of each masked row as bool [vocab]. `row_of` maps rows of the step to rows of the logits."""
     words = -(-vocab_size // 32)
     if mask.bits.size != words * mask.rows.size:
-        raise ValueError(f"Mask of step {mask.step} holds {mask.bits.size} words for {mask.rows.size} rows of {words} words")
+        raise ProtocolError(f"Mask of step {mask.step} holds {mask.bits.size} words for {mask.rows.size} rows of {words} words")
     bits = mask.bits.astype("<i4").reshape(-1, words).view(np.uint8)
     unpacked = np.unpackbits(bits, axis=1, bitorder="little")[:, :vocab_size].astype(bool)
     return {row_of[int(row)]: unpacked[i] for i, row in enumerate(mask.rows) if int(row) in row_of}

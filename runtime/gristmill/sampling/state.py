@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gristmill.errors import ProtocolError
 from gristmill.messages import NewReq, SamplingParams
 
 
@@ -78,5 +79,5 @@ class SamplingState:
     def of(self, slot: int) -> SlotState:
         state = self.slots[slot]
         if state is None:
-            raise KeyError(f"request slot {slot} was never admitted")
+            raise ProtocolError(f"request slot {slot} was never admitted")
         return state
