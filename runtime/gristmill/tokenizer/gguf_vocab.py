@@ -143,7 +143,10 @@ class GgufVocab:
             )
         )
         prefix = bool(self._meta.get("add_space_prefix", True))
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never", split=False)
+        # As SentencePiece and llama.cpp do: one more space at the start of a text, also where it starts with one, and after each
+        # control token.
+        spaces = [normalizers.Replace(" ", SPACE_MARK)]
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), *spaces] if prefix else spaces)
         steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
         if prefix:
             steps.append(decoders.Strip(" ", 1, 0))

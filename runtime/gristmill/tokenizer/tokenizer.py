@@ -67,6 +67,7 @@ class Tokenizer:
         self._plain.encode_special_tokens = True
         self._guard = chat.Guard(self._specials.values())
         self._prefix_once = self._prepends_first_only()
+        self._adds_prefix = b"".join(map(self.id_to_bytes, self._encode_plain("a"))) != b"a"
         self._before, self._after = self._affixes(extra_bos, eos if extra_eos else None)
 
     # --- text to ids
@@ -121,13 +122,11 @@ class Tokenizer:
         # The model itself joined a control token (a SentencePiece piece spelt like one): break it after its first character.
         i = next(i for i, token in enumerate(ids) if token in forbidden)
         cut = encoding.offsets[i][0] + 1
-        return self._encode_plain(text[:cut]) + self._encode_inner(text[cut:])
+        return self._encode_plain(text[:cut]) + self._without_prefix(text[cut:])
 
-    def _encode_inner(self, text: str) -> list[int]:
-        """Ids of plain text that does not stand at the start, so that no prefix space is added."""
-        if not text:
-            return []
-        if not self._prefix_once:
+    def _without_prefix(self, text: str) -> list[int]:
+        """Ids of plain text that goes on after other text: no prefix space is added."""
+        if not text or not self._adds_prefix:
             return self._encode_plain(text)
         newline = self._encode_plain("\n")
         ids = self._encode_plain("\n" + text)
@@ -148,7 +147,7 @@ class Tokenizer:
 
     def _encode_section(self, text: str, mark: str, at: int) -> list[int]:
         text = text.replace(mark, "")
-        return self._encode_inner(text) if at else self._encode_plain(text)
+        return self._without_prefix(text) if at and self._prefix_once else self._encode_plain(text)
 
     # --- ids to text
 
@@ -177,6 +176,7 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def _prepends_first_only(self) -> bool:
+        """Whether a prefix space is added at the start of a text and not after each control token."""
         pre = self._backend.pre_tokenizer
         state = json.loads(pre.__getstate__()) if pre is not None and self._spelling is Spelling.SENTENCEPIECE else {}
         steps = state.get("pretokenizers", [state])
