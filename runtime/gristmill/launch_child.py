@@ -29,6 +29,7 @@ ROLES = {
 }
 NAMES = {"scheduler": "scheduler", "detokenizer": "detokenizer", "worker": "model worker"}
 
+GOODBYE = b"bye\n"  # the parent's last word; without it, the end of standard input means that it was killed
 _EXIT_GRACE_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -93,12 +94,14 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 def _watch_parent(config: LaunchConfig, stop: threading.Event) -> None:
-    while os.read(0, 4096):
-        pass
+    """End this process when the parent says so, or when it is gone without a word."""
+    last = b""
+    while chunk := os.read(0, 4096):
+        last = chunk
+    if not last.endswith(GOODBYE) and config.endpoint_prefix.startswith("ipc://"):
+        shutil.rmtree(config.endpoint_prefix.removeprefix("ipc://"), ignore_errors=True)
     stop.set()
     threading.Event().wait(_EXIT_GRACE_S)  # the main thread usually ends the process first
-    if os.getppid() != config.parent_pid and config.endpoint_prefix.startswith("ipc://"):
-        shutil.rmtree(config.endpoint_prefix.removeprefix("ipc://"), ignore_errors=True)
     os._exit(0)
 
 

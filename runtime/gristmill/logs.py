@@ -7,6 +7,8 @@ import re
 import sys
 import time
 import unicodedata
+import warnings
+from typing import TextIO
 
 # C0 and C1 controls, line separators and bidirectional overrides: all that could forge a line or hide text in a terminal
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -48,9 +50,16 @@ def setup_logging(level: str, role: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(getattr(logging, level.upper()))
+    warnings.showwarning = _log_warning
     # chatty libraries say what they do at info; only their warnings are ours to show
     for name in ("httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "asyncio", "uvicorn"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def _log_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    logging.getLogger("warnings").warning("%s", message)
 
 
 def shorten(text: str, limit: int = 200) -> str:

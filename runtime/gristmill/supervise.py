@@ -21,7 +21,7 @@ import msgspec
 import gristmill
 from gristmill import progress
 from gristmill.errors import GristmillError
-from gristmill.launch_child import NAMES
+from gristmill.launch_child import GOODBYE, NAMES
 from gristmill.launch_config import LaunchConfig
 from gristmill.logs import escape
 
@@ -91,6 +91,7 @@ class Child:
         """Close its stdin, which asks it to end."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
+            self.process.stdin.write(GOODBYE)
             self.process.stdin.close()
 
     def _read(self) -> None:

@@ -1,0 +1,392 @@
+"""How a server starts, fails and ends: children and parent killed, signals, ports, bad models, and what listens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from tests.support.served import Served, served
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("life") / "M")
+
+
+class Stream:
+    """An open streaming completion; `first` is set when its first chunk is there."""
+
+    def __init__(self, server: Served, **fields: object) -> None:
+        self.body = {"model": "M", "prompt": "Once there was a lamp", "temperature": 0, **LONG, **fields}
+        self.server = server
+        self.lines: list[str] = []
+        self.first = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        connection = self.server.connect()
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(self.body), {"Content-Type": "application/json"})
+            for raw in connection.getresponse():
+                if line := raw.decode().strip():
+                    self.lines.append(line)
+                    self.first.set()
+        finally:
+            self.first.set()
+            connection.close()
+
+    def end(self) -> list[dict]:
+        self.thread.join(60)
+        assert not self.thread.is_alive(), "the stream never ended"
+        return [json.loads(line.removeprefix("data: ")) for line in self.lines if line != "data: [DONE]"]
+
+
+def opened(server: Served, **fields: object) -> Stream:
+    stream = Stream(server, **fields)
+    assert stream.first.wait(60)
+    return stream
+
+
+def socket_directory(server: Served) -> Path:
+    """The private directory, found by the sockets that the server's own processes hold."""
+    for process in server.session():
+        for connection in process.net_connections("unix"):
+            if "gristmill-" in connection.laddr:
+                return Path(connection.laddr).parent
+    raise AssertionError("no socket in a private directory")
+
+
+# --- children and parent killed
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer", "worker"])
+def test_a_killed_child_ends_everything_with_one_sentence(role: str, model: Path) -> None:
+    with served(model) as server:
+        folder = socket_directory(server)
+        stream = opened(server)
+        start = time.monotonic()
+        server.children()[role].kill()
+        assert server.wait(5.0) == 1
+        assert time.monotonic() - start < 5.0
+        server.wait_gone(1.0)
+        errors = [line for line in server.log if line.startswith("error: ")]
+        name = "model worker" if role == "worker" else role
+        assert len(errors) == 1 and errors[0].startswith(f"error: the {name} was killed by SIGKILL")
+        assert "Traceback" not in server.text
+        assert f"the {name} was killed" in stream.end()[-1]["error"]["message"]
+        assert not folder.exists()
+
+
+def test_health_is_honest_while_loading_and_after_a_child_died(model: Path) -> None:
+    with served(model) as server:
+        connection = server.connect()
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        assert response.status == 200 and response.read()
+        server.children()["worker"].kill()
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            try:
+                connection.request("GET", "/health")
+                response = connection.getresponse()
+                response.read()
+            except OSError:
+                break  # it has ended
+            if response.status == 503:
+                break
+        assert response.status == 503 or server.wait(5) == 1
+        connection.close()
+
+
+def test_a_server_can_be_started_again_at_once_on_the_same_port(model: Path) -> None:
+    with served(model) as server:
+        port = server.address[1]
+        opened(server)
+        server.children()["scheduler"].kill()
+        assert server.wait(5.0) == 1
+    with served(model, f"--port={port}") as again:
+        assert again.address[1] == port and again.complete()["text"]
+
+
+@pytest.mark.parametrize("loading", [False, True], ids=["serving", "loading"])
+def test_kill_9_of_the_parent_leaves_nothing_behind(loading: bool, model: Path) -> None:
+    with served(model, ready=not loading) as server:
+        if loading:
+            deadline = time.monotonic() + 60
+            while len(server.children()) < 3:
+                assert time.monotonic() < deadline, server.text
+                psutil.Process(server.process.pid).cpu_percent(0.01)
+            folder = None
+        else:
+            folder = socket_directory(server)
+            opened(server)
+        server.signal(signal.SIGKILL)
+        server.wait(5)
+        server.wait_gone(5.0)
+        assert folder is None or not folder.exists()
+
+
+# --- signals
+
+
+def test_sigterm_finishes_open_requests_and_takes_no_more(model: Path) -> None:
+    with served(model) as server:
+        expected = server.complete(max_tokens=400, ignore_eos=True)["text"]
+        stream = opened(server)
+        server.signal(signal.SIGTERM)
+        chunks = stream.end()
+        assert server.wait(10) == 0, server.text
+        server.wait_gone(1.0)
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        assert text == expected and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert stream.lines[-1] == "data: [DONE]"
+        with pytest.raises(OSError):
+            server.request("GET", "/health")
+
+
+def test_a_drain_that_takes_too_long_is_cut_with_an_error(model: Path) -> None:
+    with served(model, "--drain-s=0.05") as server:
+        streams = [opened(server, n=8) for _ in range(2)]
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+        ends = [stream.end()[-1] for stream in streams]
+        assert any("error" in end for end in ends), ends
+        server.wait_gone(1.0)
+
+
+def test_a_second_signal_ends_at_once(model: Path) -> None:
+    with served(model) as server:
+        for _ in range(4):
+            opened(server, n=8)
+        start = time.monotonic()
+        server.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while "finishing" not in server.text:
+            assert time.monotonic() < deadline, server.text
+            server.process.poll()
+        server.signal(signal.SIGTERM)
+        assert server.wait(5) == 128 + signal.SIGTERM
+        assert time.monotonic() - start < 5
+        server.wait_gone(1.0)
+
+
+def test_ctrl_c_reaches_the_whole_group_and_ends_cleanly(model: Path) -> None:
+    with served(model) as server:
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.wait(10) == 130
+        server.wait_gone(1.0)
+        assert "Traceback" not in server.text and "KeyboardInterrupt" not in server.text
+
+
+def test_sigterm_while_loading_ends_cleanly(model: Path) -> None:
+    with served(model, ready=False) as server:
+        deadline = time.monotonic() + 60
+        while len(server.children()) < 3:
+            assert time.monotonic() < deadline, server.text
+            psutil.Process(server.process.pid).cpu_percent(0.01)
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) in (0, -signal.SIGTERM)
+        server.wait_gone(3.0)
+        assert "Traceback" not in server.text
+
+
+# --- ports
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def test_a_taken_port_ends_the_start_before_weights_are_read(family: int, model: Path) -> None:
+    try:
+        holder = socket.socket(family)
+        holder.bind(("127.0.0.1" if family == socket.AF_INET else "::", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with holder:
+        holder.listen()
+        port = holder.getsockname()[1]
+        start = time.monotonic()
+        with served(model, f"--port={port}", ready=False) as server:
+            assert server.wait(30) == 1
+            took = time.monotonic() - start
+            assert server.log == [
+                f"error: port {port} on 127.0.0.1 is already in use; stop the program that holds it or choose another with --port"
+            ]
+            server.wait_gone(0.5)
+    assert took < 3.0
+
+
+def test_port_0_prints_the_real_port(model: Path) -> None:
+    with served(model) as server:
+        assert server.address[1] > 0
+        assert re.match(r"ready: M at http://127\.0\.0\.1:\d+ \(pool of \d+ tokens, loaded in [\d.]+ s\)$", server.out[0])
+
+
+# --- models that cannot be loaded
+
+
+def _rewrite(path: Path, change: Callable[[dict], None]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def _cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (lambda folder: _shards(folder)[1].unlink(), "model-00002-of-00002.safetensors"),
+    "cut shard": (lambda folder: _cut(_shards(folder)[0]), "model-00001-of-00002.safetensors"),
+    "unknown architecture": (
+        lambda folder: _rewrite(folder / "config.json", lambda c: c.update(model_type="mamba", architectures=["MambaForCausalLM"])),
+        "mamba",
+    ),
+    "missing config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    "broken config": (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+    "missing tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+    "broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"model": 3}'), "tokenizer.json"),
+    "no such model": (lambda folder: [path.unlink() for path in folder.iterdir()] and folder.rmdir(), "does not exist"),
+}
+
+
+def _start_broken(folder: Path, *options: str) -> tuple[int, list[str], float]:
+    start = time.monotonic()
+    with served(folder, *options, ready=False) as server:
+        code = server.wait(60)
+        server.wait_gone(1.0)
+        return code, server.log, time.monotonic() - start
+
+
+def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    folders = {name: make_tiny_model(tmp_path / name.replace(" ", "-")) for name in BROKEN}
+    for name, (damage, _) in BROKEN.items():
+        damage(folders[name])
+    with ThreadPoolExecutor(2) as pool:
+        results = dict(zip(BROKEN, pool.map(_start_broken, folders.values())))
+    for name, (code, log, _) in results.items():
+        errors = [line for line in log if line.startswith("error: ")]
+        assert code == 1 and len(errors) == 1, (name, code, log)
+        assert BROKEN[name][1] in errors[0], (name, errors)
+        assert not any("Traceback" in line for line in log), (name, log)
+
+
+def test_a_pool_that_does_not_fit_into_memory_is_one_sentence(model: Path) -> None:
+    code, log, _ = _start_broken(model, f"--pool-tokens={10**12}")
+    errors = [line for line in log if line.startswith("error: ")]
+    assert code == 1 and len(errors) == 1, log
+    assert "memory" in errors[0] and "--pool-tokens" in errors[0]
+
+
+def test_a_working_directory_full_of_decoys_is_not_imported(tmp_path: Path, model: Path) -> None:
+    for name in ("torch", "zmq", "gristmill_kernels", "logging", "trace"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(97)")
+    script = f"import os, sys; os.chdir({str(tmp_path)!r}); from gristmill.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "serve", str(model), "--port=0", "--dtype=float32"]
+    if sys.version_info < (3, 11):
+        pytest.skip("PYTHONSAFEPATH came with Python 3.11")
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready: ")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+
+
+# --- what listens
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    with served(model, "--max-running=8", "--trace=trace.json", env={}) as running:
+        yield running
+    Path("trace.json").unlink(missing_ok=True)
+
+
+def test_only_http_listens_on_tcp(server: Served) -> None:
+    listening = [
+        connection.laddr
+        for process in server.session()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert [tuple(address) for address in listening] == [server.address]
+
+
+def test_internal_sockets_are_private_to_the_user(server: Served) -> None:
+    folder = socket_directory(server)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    sockets = [path for path in folder.iterdir() if path.is_socket()]
+    assert len(sockets) == 5  # a-b, b-c, c-a, b-d0, d0-b
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in sockets)
+
+
+def _pickled(marker: Path) -> bytes:
+    """A protocol-0 pickle that would create `marker`, written by hand so that this file needs no pickle either."""
+    return f"cbuiltins\nopen\n(S'{marker}'\nS'w'\ntR.".encode()
+
+
+def test_hostile_bytes_on_internal_sockets_change_nothing(server: Served, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    before = server.complete()
+    pids = {role: child.pid for role, child in server.children().items()}
+    sockets = sorted(path for path in socket_directory(server).iterdir() if path.is_socket())
+    payloads = [[_pickled(marker)], [os.urandom(1024)], [b""], [b"", b""], [b"\x80" * 50, b"x"], [bytes(100 << 20)]]
+    for path in sockets:
+        with zmq.Context() as context:
+            for payload in payloads:
+                with context.socket(zmq.PUSH) as push:
+                    push.setsockopt(zmq.LINGER, 3000)
+                    push.connect(f"ipc://{path}")
+                    push.send_multipart(payload)
+        for raw in (b"", _pickled(marker), os.urandom(1024), b"\xff" + bytes(8) + b"\x7f"):
+            with socket.socket(socket.AF_UNIX) as plain:
+                plain.connect(str(path))
+                try:
+                    plain.sendall(raw)
+                except OSError:
+                    continue  # it was cut off, which is right
+    assert server.complete() == before
+    assert server.request("GET", "/health")[0] == 200
+    assert {role: child.pid for role, child in server.children().items()} == pids and server.process.poll() is None
+    assert not marker.exists()
+
+
+def test_no_source_file_unpickles_anything() -> None:
+    root = Path(__file__).parents[2]
+    pattern = re.compile(r"\b(pickle|marshal|shelve|dill|cloudpickle|recv_pyobj|send_pyobj|torch\.load|joblib|yaml\.load|eval\(|exec\()")
+    found = []
+    for folder in ("runtime", "python", "packaging", "benchmarks", "examples"):
+        for path in (root / folder).rglob("*.py"):
+            for number, line in enumerate(path.read_text().splitlines(), start=1):
+                code = line.split("#")[0]
+                if pattern.search(code) and not re.search(r"weights_only=True|\.eval\(\)|never (un)?pickle|unpickled", line):
+                    found.append(f"{path.relative_to(root)}:{number}: {line.strip()}")
+    assert found == []
