@@ -106,6 +106,21 @@ class Served:
         assert status == 200, answer
         return answer["choices"][0]
 
+    def stats(self) -> dict[str, Any]:
+        """The scheduler's counters of this moment."""
+        status, info = self.request("GET", "/server_info")
+        assert status == 200, info
+        return info["stats"]
+
+    def wait_idle(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """Wait until nothing runs or waits; then the pool's accounting must be whole."""
+        deadline = time.monotonic() + timeout_s
+        while (stats := self.stats())["running"] or stats["waiting"]:
+            assert time.monotonic() < deadline, f"still busy: {stats}"
+            time.sleep(0.05)
+        assert stats["pool_locked"] == 0 and stats["pool_free"] + stats["pool_evictable"] == stats["pool_total"], stats
+        return stats
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
