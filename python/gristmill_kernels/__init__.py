@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from gristmill_kernels.sampling import greedy as greedy
     from gristmill_kernels.sampling import sample as sample
 
-__version__ = "0.1.0"
+try:  # written by the build
+    from gristmill_kernels._build_info import VERSION as __version__
+except ImportError:
+    __version__ = "0.0.0+source"
 
 _HOME = {
     "capabilities": "_capabilities",

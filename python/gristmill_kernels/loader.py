@@ -4,11 +4,11 @@ The instruction set is asked first: merely opening a library built for a newer C
 from __future__ import annotations
 
 import functools
-import json
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 ISA_VARIABLE = "GRISTMILL_KERNELS_ISA"
@@ -81,11 +81,11 @@ def load_failure(error: str, path: Path, torch_version: str, built_with: str) ->
     return f"torch {torch_version} cannot open {path.name}: {first_line}"
 
 
-def built_with_torch(directory: Path = NATIVE_DIR) -> str:
+def built_with_torch() -> str:
     """Torch version that the native libraries were compiled against, as the build wrote it down."""
     try:
-        return str(json.loads((directory / "build.json").read_text())["torch"])
-    except (OSError, ValueError, KeyError):
+        return str(import_module("gristmill_kernels._build_info").TORCH_BUILT_WITH)
+    except (ImportError, AttributeError):
         return "of unknown version"
 
 
@@ -98,7 +98,7 @@ def open_library(found: NativeLibrary, open_function: Callable[[str], None] | No
     try:
         (open_function or torch.ops.load_library)(str(found.path))
     except (OSError, RuntimeError) as error:
-        reason = load_failure(str(error), found.path, torch.__version__, built_with_torch(found.path.parent))
+        reason = load_failure(str(error), found.path, torch.__version__, built_with_torch())
         return NativeLibrary(None, found.path, reason, found.usable, found.requested)
     return found
 

@@ -13,12 +13,12 @@ from gristmill_kernels.checks import FLOAT_DTYPES, name_of
 from gristmill_kernels.schema import AttentionKey, LinearKey, RopeKey, StoreKey
 
 MAX_HEAD_DIM = 576
-LINEAR_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def packed_weight_numel(n: int, k: int, dtype: torch.dtype) -> int:
-    """Elements of the packed form of a weight [n, k]; csrc/gemm defines the layout."""
-    return n * k
+    """Elements of the packed form of a weight [n, k]: panels of 32 columns, bfloat16 padded along K as csrc/gemm/layout.h says."""
+    panels = (n + 31) // 32
+    return panels * 32 * ((k + 31) // 32 * 32 if dtype == torch.bfloat16 else k)
 
 
 def _any_key(key: Any) -> str | None:
@@ -49,7 +49,7 @@ def _attention(key: AttentionKey) -> str | None:
 
 
 def _linear(key: LinearKey) -> str | None:
-    return None if key.dtype in LINEAR_DTYPES else f"dtype {name_of(key.dtype)} is not float32 or bfloat16"
+    return _float_key(key)
 
 
 PREDICATES: dict[str, Callable[[Any], str | None]] = {

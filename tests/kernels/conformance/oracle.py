@@ -76,12 +76,11 @@ def attention(
                 seen = [j for j in seen if masks[number][i, j]]
             elif causal:
                 seen = [j for j in seen if j <= position]
-            where = [slots[j] for j in seen]
+            where = np.array([slots[j] for j in seen], dtype=np.int64)
+            keys, values = k_cache[where], v_cache[where]
             for head in range(heads):
                 sink = None if sinks is None else float(sinks[head])
-                _attend_one(
-                    result, (row, head), q[row, head], k_cache[where, head // group], v_cache[where, head // group], scale, logit_cap, sink
-                )
+                _attend_one(result, (row, head), q[row, head], keys[:, head // group], values[:, head // group], scale, logit_cap, sink)
     result.out *= v_scale
     result.out_magnitude *= abs(v_scale)
     return result
