@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from gristmill.memory.req_table import ReqTable
 from gristmill.memory.slots import SlotError
 

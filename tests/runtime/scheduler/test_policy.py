@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from gristmill.scheduler.policy import POLICIES, QueueEntry, fcfs, lpm
 
 QUEUE = [
