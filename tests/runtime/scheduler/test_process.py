@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -143,3 +145,8 @@ def test_idle_costs_no_cpu_and_input_wakes_at_once() -> None:
             rig.answer(step)
             rig.closes(1)
         assert min(waits) < 0.02, f"a request waited {min(waits):.3f} s for an idle scheduler"
+
+
+def test_the_scheduler_never_imports_torch() -> None:
+    code = "import sys, gristmill.scheduler.process; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
