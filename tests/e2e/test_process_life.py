@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -152,8 +153,8 @@ def test_kill_9_of_the_parent_leaves_nothing_behind(loading: bool, model: Path) 
 
 def test_sigterm_finishes_open_requests_and_takes_no_more(model: Path) -> None:
     with served(model) as server:
-        expected = server.complete(max_tokens=400, ignore_eos=True)["text"]
-        stream = opened(server)
+        expected = server.complete(max_tokens=64, ignore_eos=True)["text"]
+        stream = opened(server, max_tokens=64)
         server.signal(signal.SIGTERM)
         chunks = stream.end()
         assert server.wait(10) == 0, server.text
@@ -299,7 +300,7 @@ def test_a_pool_that_does_not_fit_into_memory_is_one_sentence(model: Path) -> No
     code, log, _ = _start_broken(model, f"--pool-tokens={10**12}")
     errors = [line for line in log if line.startswith("error: ")]
     assert code == 1 and len(errors) == 1, log
-    assert "memory" in errors[0] and "--pool-tokens" in errors[0]
+    assert "--pool-tokens" in errors[0] and "MiB are free" in errors[0]
 
 
 def test_a_working_directory_full_of_decoys_is_not_imported(tmp_path: Path, model: Path) -> None:
@@ -379,14 +380,29 @@ def test_hostile_bytes_on_internal_sockets_change_nothing(server: Served, tmp_pa
     assert not marker.exists()
 
 
-def test_no_source_file_unpickles_anything() -> None:
+_MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+_CALLS = {"recv_pyobj", "send_pyobj", "eval", "exec"}
+
+
+def _deserialisers(path: Path) -> Iterator[str]:
+    """What in a source file could turn bytes into objects or code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [(node.module or "").split(".")[0]]
+        if bad := _MODULES.intersection(names):
+            yield f"{path}:{node.lineno} imports {bad}"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+            if called in _CALLS or called.split(".")[-1] in _CALLS - {"eval", "exec"} or (called == "torch.load" and not safe):
+                yield f"{path}:{node.lineno} calls {called}"
+
+
+def test_no_code_that_runs_turns_bytes_into_objects_or_code() -> None:
     root = Path(__file__).parents[2]
-    pattern = re.compile(r"\b(pickle|marshal|shelve|dill|cloudpickle|recv_pyobj|send_pyobj|torch\.load|joblib|yaml\.load|eval\(|exec\()")
-    found = []
-    for folder in ("runtime", "python", "packaging", "benchmarks", "examples"):
-        for path in (root / folder).rglob("*.py"):
-            for number, line in enumerate(path.read_text().splitlines(), start=1):
-                code = line.split("#")[0]
-                if pattern.search(code) and not re.search(r"weights_only=True|\.eval\(\)|never (un)?pickle|unpickled", line):
-                    found.append(f"{path.relative_to(root)}:{number}: {line.strip()}")
-    assert found == []
+    files = [path for folder in ("runtime/gristmill", "python/gristmill_kernels", "examples") for path in (root / folder).rglob("*.py")]
+    assert len(files) > 50
+    assert [found for path in files for found in _deserialisers(path)] == []
