@@ -10,16 +10,17 @@ import dataclasses
 import hashlib
 import itertools
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import zmq
-
 from gristmill.detokenizer import process as detokenizer_process
 from gristmill.launch_config import LaunchConfig
 from gristmill.loading.config import load_config
-from gristmill.messages import Abort, Close, Control, LogprobBlock, Open, Out, Reply, Stats, Submit, floats, ints
+from gristmill.messages import Abort, Close, Control, LogprobBlock, Message, Open, Out, Reply, Stats, Submit, floats, ints
 from gristmill.options import Options
 from gristmill.tokenizer.manager import TokenizerManager
 from gristmill.tokenizer.tokenizer import load_tokenizer
@@ -46,13 +47,15 @@ class FakeEngine:
 
     Args:
         step_s: pause before each step.
-        pool_tokens: prompt + output beyond it are refused with a 400.
+        pool_tokens: size of the pool in the statistics.
+        refused_token: prompts that hold this id are refused with a 503.
         ready: whether the first statistics say ready; `say_ready()` does it later.
     """
 
     model: Path
     step_s: float = 0.0
     pool_tokens: int = 1 << 20
+    refused_token: int = -1
     ready: bool = True
     option_overrides: dict[str, object] = field(default_factory=dict)
     aborts: list[Abort] = field(default_factory=list)
@@ -87,7 +90,18 @@ class FakeEngine:
     def say_ready(self) -> None:
         self._say_ready.set()
 
-    def _guard(self, target) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 2.0) -> None:
+        """Until `condition` holds; AssertionError when it does not within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.002)
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    def _guard(self, target: Callable[[], None]) -> None:
         try:
             target()
         except BaseException as error:
@@ -119,15 +133,14 @@ class FakeEngine:
             inbox.close()
             outbox.close()
 
-    def _handle(self, message, outbox: Push) -> None:
+    def _handle(self, message: Message, outbox: Push) -> None:
         if isinstance(message, Submit):
             self.submits.append(message)
             idx = self._free.pop()
             opened = Open(idx, message.rid, message.detok)
-            needed = len(message.ids) + message.sampling.max_tokens
-            if len(message.ids) > self.pool_tokens:
-                text = f"the KV pool holds {self.pool_tokens} tokens and this request needs {needed}"
-                outbox.send(Out(open=[opened], close=[Close(idx, "error", error=text, status=400, code="pool_exceeded")]))
+            if self.refused_token in message.ids:
+                close = Close(idx, "error", len(message.ids), error="1024 requests are waiting", status=503, code="queue_full")
+                outbox.send(Out(open=[opened], close=[close]))
                 self._free.append(idx)
                 return
             self._running[message.rid] = _Running(idx, message)
@@ -185,7 +198,7 @@ class FakeEngine:
             if favoured and value % 8 == 0:
                 return favoured[0]
             token = 3 + (value >> 8) % (self.vocab - 3)
-            if token not in banned:
+            if token not in banned and token not in self.config.eos_ids:
                 return token
         raise AssertionError
 

@@ -151,7 +151,7 @@ class TokenizerManager:
         context = self.config.options.context_length or self.model_config.context_length
         if self.stats.max_context:
             context = min(context, self.stats.max_context)
-        return Limits(min(self.tokenizer.vocab_size, self.model_config.vocab_size), context)
+        return Limits(min(self.tokenizer.vocab_size, self.model_config.vocab_size), context, self.stats.pool_total)
 
     # --- requests
 

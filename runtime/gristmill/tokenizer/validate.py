@@ -35,10 +35,12 @@ class RequestError(GristmillError):
 
 @dataclass(frozen=True)
 class Limits:
-    """`vocab_size`: ids that both tokenizer and model have; `context_length`: most tokens of prompt and output together."""
+    """`vocab_size`: ids that both tokenizer and model have; `context_length`: most tokens of prompt and output together;
+    `pool_tokens`: longest prompt for which there are token slots (0: not known)."""
 
     vocab_size: int
     context_length: int
+    pool_tokens: int = 0
 
 
 def check_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
@@ -100,6 +102,12 @@ def check_length(n_prompt: int, max_tokens: int | None, limits: Limits, max_toke
             f"this model's context is {context} tokens; the prompt has {n_prompt} and {wanted}",
             "prompt" if n_prompt >= context else max_tokens_name,
             code="context_length_exceeded",
+        )
+    if limits.pool_tokens and n_prompt > limits.pool_tokens:
+        raise RequestError(
+            f"the KV pool holds {limits.pool_tokens} tokens and the prompt has {n_prompt}; shorten it or start with a larger --pool-tokens",
+            "prompt",
+            code="pool_exceeded",
         )
     return context - n_prompt if max_tokens is None else max_tokens
 

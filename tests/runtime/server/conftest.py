@@ -29,7 +29,7 @@ def serving(engine: FakeEngine) -> Iterator[SimpleNamespace]:
     """HTTP in front of `engine`, in a thread: yields url, client, engine, and `call(function)` to run something on its loop."""
     started, ended = threading.Event(), threading.Event()
     box = SimpleNamespace(engine=engine)
-    sock = socket.socket()
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio turns Nagle off only where the protocol is named
     sock.bind(("127.0.0.1", 0))
     sock.listen(1024)
 
