@@ -24,7 +24,7 @@ class Joined:
 
 
 def stream_chunks(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """All chunks before [DONE] of a stream, each line checked: valid UTF-8, valid JSON, blank line after each event, nothing after the end."""
+    """All chunks before [DONE] of a stream; each line is checked: UTF-8, JSON, a blank line after it, nothing after the end."""
     with client.stream("POST", path, json={**body, "stream": True}) as response:
         raw = b"".join(response.iter_bytes())
         assert response.status_code == 200, raw

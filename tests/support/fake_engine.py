@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+
 from gristmill.detokenizer import process as detokenizer_process
 from gristmill.launch_config import LaunchConfig
 from gristmill.loading.config import load_config

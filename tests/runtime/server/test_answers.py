@@ -181,7 +181,7 @@ def test_stop_strings_cut_the_text(served: SimpleNamespace, streamed: bool) -> N
 
 def test_a_stop_token_id_ends_the_text_before_it(served: SimpleNamespace) -> None:
     prompt = "Once there was a lamp"
-    text, ids = reference(served, prompt)
+    _, ids = reference(served, prompt)
     request = body(TEXT, prompt, temperature=0, max_tokens=24, stop_token_ids=[ids[4]])
     choices, answer = plain(served.client, TEXT, request)
     assert choices[0].text == served.engine.tokenizer.decode(ids[: ids.index(ids[4])]) and choices[0].finish == "stop"
