@@ -59,11 +59,14 @@ class Push:
 
     def send(self, message: Message) -> None:
         """Queue `message`; never blocks (no high-water mark: what bounds each edge is the protocol)."""
-        self.socket.send_multipart(encode(message))
+        self.send_encoded(encode(message))
 
     def send_encoded(self, frames: list[bytes | memoryview]) -> None:
         """Queue frames made by `encode`, so that the same bytes can go to several ranks."""
-        self.socket.send_multipart(frames)
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:  # over inproc:// the other end has closed: nobody will ever read it
+            log.debug("dropped a message whose reader has closed its end")
 
     def close(self) -> None:
         self.socket.close()

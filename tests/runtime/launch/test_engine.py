@@ -1,0 +1,210 @@
+"""gristmill.Engine with model M: what it returns, how it fails, and that planning really overlaps the forward pass."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gristmill import Engine
+from gristmill.errors import GristmillError, ModelError, OptionError
+
+from tests.support.tiny_model import make_tiny_model
+
+LAMP = "Once there was a lamp"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("engine") / "M")
+
+
+def start(model: Path, **options: object) -> Engine:
+    return Engine(str(model), **{"dtype": "float32", "pool_tokens": 2048, "threads": 1, **options})
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with start(model) as running:
+        yield running
+
+
+def test_a_text_ids_and_a_list_of_either_are_prompts(engine: Engine) -> None:
+    ids = engine.tokenizer.encode(LAMP)
+    text = engine.generate(LAMP, max_tokens=8, temperature=0)
+    assert len(text) == 1 and len(text[0].ids) == 8 and text[0].finish_reason == "length"
+    assert text[0].usage.prompt_tokens == len(ids) and text[0].usage.completion_tokens == 8
+    for prompts in (ids, [ids], [LAMP], (LAMP,)):
+        assert [output.ids for output in engine.generate(prompts, max_tokens=8, temperature=0)] == [text[0].ids]
+    several = engine.generate([LAMP, ids, "Name"], max_tokens=8, temperature=0)
+    assert [output.prompt_index for output in several] == [0, 1, 2] and several[1].ids == several[0].ids == text[0].ids
+    assert engine.generate([], max_tokens=8) == []
+
+
+def test_choices_differ_and_a_seed_repeats_them(engine: Engine) -> None:
+    first, again = (engine.generate([LAMP, "Name"], n=3, seed=7, max_tokens=8) for _ in range(2))
+    assert [(output.prompt_index, output.index) for output in first] == [(p, i) for p in (0, 1) for i in range(3)]
+    assert [output.ids for output in first] == [output.ids for output in again]
+    assert len({tuple(output.ids) for output in first[:3]}) == 3
+
+
+def test_a_stream_joins_to_the_whole(engine: Engine) -> None:
+    whole = engine.generate(LAMP, max_tokens=24, temperature=0)[0]
+    pieces = [delta for _, delta in engine.stream(LAMP, max_tokens=24, temperature=0)]
+    assert "".join(piece.text for piece in pieces) == whole.text and len(pieces) > 3
+    assert [token for piece in pieces for token in piece.ids.tolist()] == whole.ids
+    assert [piece.finish for piece in pieces if piece.finish] == ["length"] and pieces[-1].usage is not None
+
+
+def test_leaving_a_stream_ends_its_request(engine: Engine) -> None:
+    before = engine.stats.aborts
+    for _ in engine.stream(LAMP, max_tokens=400, ignore_eos=True):
+        break
+    while (stats := engine.stats).running or stats.aborts == before:
+        pass
+    assert stats.pool_locked == 0
+
+
+def test_stop_logprobs_and_prompt_scoring_come_through(engine: Engine) -> None:
+    whole = engine.generate(LAMP, max_tokens=16, temperature=0)[0].text
+    cut = engine.generate(LAMP, max_tokens=16, temperature=0, stop=whole[4:6])[0]
+    assert cut.text == whole[: whole.index(whole[4:6])] and (cut.finish_reason, cut.stop_reason) == ("stop", whole[4:6])
+    scored = engine.generate(LAMP, max_tokens=0, prompt_logprobs=True)[0]
+    assert scored.ids == [] and len(scored.prompt_logprobs) >= len(engine.tokenizer.encode(LAMP)) - 1
+    best = engine.generate(LAMP, max_tokens=4, temperature=0, logprobs=2)[0]
+    assert [entry.id for entry in best.logprobs] == best.ids == [entry.top[0].id for entry in best.logprobs]
+
+
+def test_a_chat_uses_the_template(engine: Engine) -> None:
+    messages = [{"role": "user", "content": "Name two rivers."}]
+    answer = engine.chat(messages, max_tokens=6, temperature=0)
+    rendered = engine.tokenizer.apply_chat_template(messages)
+    assert answer.ids == engine.generate(rendered, max_tokens=6, temperature=0)[0].ids
+    assert "".join(delta.text for _, delta in engine.stream(messages, max_tokens=6, temperature=0)) == answer.text
+
+
+def test_a_second_prompt_uses_the_cache_until_it_is_flushed(engine: Engine) -> None:
+    prompt = LAMP * 4
+    engine.generate(prompt, max_tokens=1)
+    assert engine.generate(prompt, max_tokens=1)[0].usage.cached_tokens > 0
+    engine.flush()
+    assert engine.stats.pool_free == engine.stats.pool_total
+    assert engine.generate(prompt, max_tokens=1)[0].usage.cached_tokens == 0
+
+
+def test_more_prompts_than_the_queue_takes_are_all_answered(model: Path) -> None:
+    with start(model, max_queued=3, max_running=2) as small:
+        outputs = small.generate([f"prompt {number}" for number in range(20)], n=2, max_tokens=3, temperature=0)
+        assert len(outputs) == 40 and all(len(output.ids) <= 3 for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompts": [[1, 99999]]}, "99999"),
+        ({"prompts": [[-1]]}, "-1"),
+        ({"prompts": ""}, "empty"),
+        ({"prompts": LAMP, "temperature": -1}, "temperature"),
+        ({"prompts": LAMP, "n": 0}, "n must be"),
+        ({"prompts": LAMP, "max_tokens": 10**6}, "512"),
+        ({"prompts": LAMP, "stop": [""]}, "stop"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named(arguments: dict, words: str, engine: Engine) -> None:
+    with pytest.raises(GristmillError, match=words):
+        engine.generate(**arguments)
+    assert engine.generate(LAMP, max_tokens=1)  # alive
+
+
+def test_an_option_that_cannot_be_used_is_named(model: Path) -> None:
+    with pytest.raises(OptionError, match="page_size"):
+        Engine(str(model), pagesize=3)
+    with pytest.raises(OptionError, match="--context-length 513 is more than"):
+        Engine(str(model), context_length=513)
+
+
+def test_a_model_that_cannot_be_loaded_raises_and_leaves_no_thread(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "M")
+    next(iter(sorted(folder.glob("*.safetensors")))).unlink()
+    before = threading.active_count()
+    with pytest.raises(ModelError, match="safetensors"):
+        start(folder)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("part", ["worker", "scheduler", "detokenizer"])
+def test_a_failing_thread_raises_in_every_caller(part: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gristmill.detokenizer.process import Detokenizer
+    from gristmill.scheduler.scheduler import Scheduler
+    from gristmill.worker.runner import ModelRunner
+
+    owner, name = {"worker": (ModelRunner, "forward"), "scheduler": (Scheduler, "apply"), "detokenizer": (Detokenizer, "_out")}[part]
+    original, calls = getattr(owner, name), []
+
+    def breaks(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        if len(calls) > 5:
+            raise RuntimeError("planted fault")
+        return original(*args, **kwargs)
+
+    with start(model) as engine:
+        monkeypatch.setattr(owner, name, breaks)
+        raised: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                engine.generate(LAMP, max_tokens=100, ignore_eos=True)
+            except GristmillError as error:
+                raised.append(error)
+
+        callers = [threading.Thread(target=call) for _ in range(2)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(30)
+            assert not caller.is_alive(), "a caller hangs"
+        who = "model worker" if part == "worker" else part
+        assert [str(error).split(" (")[0] for error in raised] == [f"the {who} failed: RuntimeError: planted fault"] * 2
+        with pytest.raises(GristmillError, match="planted fault"):
+            list(engine.stream(LAMP))
+
+
+def test_a_closed_engine_says_so(model: Path) -> None:
+    engine = start(model)
+    engine.close()
+    engine.close()
+    with pytest.raises(GristmillError, match="closed"):
+        engine.generate(LAMP)
+
+
+def _spans(trace: Path, name: str) -> dict[int, tuple[float, float]]:
+    """Start and end of each span of this name, by step."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == name]
+    return {event["args"]["step"]: (event["ts"], event["ts"] + event["dur"]) for event in events if "step" in event.get("args", {})}
+
+
+@pytest.fixture(scope="module")
+def slower_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose forward pass takes some milliseconds."""
+    return make_tiny_model(tmp_path_factory.mktemp("slower") / "M", layers=6, hidden=256, intermediate=1024, heads=8, kv_heads=4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_step_t_plus_1_is_planned_inside_the_forward_of_step_t_only_with_overlap(overlap: bool, slower_model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    with start(slower_model, overlap=overlap, trace=str(trace)) as engine:
+        engine.generate([f"{number} lamps" for number in range(8)], max_tokens=40, temperature=0, ignore_eos=True)
+    forward, plan = _spans(trace, "forward"), _spans(trace, "plan")
+    steps = [step for step in forward if step + 1 in plan]
+    assert len(steps) > 30
+    # the scheduler plans t+1 as soon as it has the result of t-1, which is also when the worker takes step t: either may be first
+    inside = [step for step in steps if forward[step][0] <= plan[step + 1][0] and plan[step + 1][1] <= forward[step][1]]
+    before_its_end = [step for step in steps if plan[step + 1][1] <= forward[step][1]]
+    after = [step for step in steps if plan[step + 1][0] >= forward[step][1]]
+    print(f"of {len(steps)} plans {len(inside)} lie inside the forward before them, {len(before_its_end)} end before it does")
+    if overlap:
+        assert len(inside) >= len(steps) / 5 and len(before_its_end) >= 0.9 * len(steps)
+    else:
+        assert len(after) == len(steps)
