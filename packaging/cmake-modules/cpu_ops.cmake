@@ -1,6 +1,7 @@
 # libgristmill_cpu_<level>.so: the same sources compiled once per level. Plain shared libraries, opened by torch.ops.load_library;
 # they know nothing of Python.
-file(GLOB cpu_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/torch_cpu.cpp ${CMAKE_SOURCE_DIR}/csrc/*/*_cpu.cpp)
+file(GLOB cpu_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/*/*_cpu.cpp)
+list(APPEND cpu_sources ${CMAKE_SOURCE_DIR}/csrc/torch_cpu.cpp)
 
 foreach(level IN LISTS GRISTMILL_ISA_LEVELS)
   set(library gristmill_cpu_${level})
