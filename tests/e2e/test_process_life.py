@@ -23,6 +23,7 @@ import zmq
 
 from tests.support.served import Served, served
 from tests.support.tiny_model import make_tiny_model
+from tests.support.traces import process_names, spans
 
 pytestmark = pytest.mark.e2e
 
@@ -378,6 +379,27 @@ def test_hostile_bytes_on_internal_sockets_change_nothing(server: Served, tmp_pa
     assert server.request("GET", "/health")[0] == 200
     assert {role: child.pid for role, child in server.children().items()} == pids and server.process.poll() is None
     assert not marker.exists()
+
+
+# --- the trace
+
+
+def test_step_t_plus_1_is_planned_inside_the_forward_of_step_t(tmp_path: Path) -> None:
+    slower = make_tiny_model(tmp_path / "M", layers=6, hidden=256, intermediate=1024, heads=8, kv_heads=4)  # a forward takes milliseconds
+    trace = tmp_path / "trace.json"
+    with served(slower, f"--trace={trace}", "--threads=1") as server:
+        stream = opened(server, n=8, max_tokens=48)
+        stream.end()
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0, server.text
+    assert {name.split(" (")[0] for name in process_names(trace)} == {"server", "scheduler", "worker0", "detokenizer"}
+    assert len(set(process_names(trace))) == 4
+    forward, plan, apply = (spans(trace, name) for name in ("forward", "plan", "apply"))
+    steps = [step for step in forward if step + 1 in plan]
+    inside = [step for step in steps if forward[step][0] <= plan[step + 1][0] and plan[step + 1][1] <= forward[step][1]]
+    # on a busy machine a plan may begin a moment before or after the forward does; that it never waits for its result always holds
+    assert len(steps) > 30 and all(plan[step + 1][1] <= apply[step][0] for step in steps)
+    assert len(inside) >= 5, f"{len(inside)} of {len(steps)} plans lie inside the forward before them"
 
 
 _MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

@@ -18,6 +18,7 @@ from gristmill.errors import ProtocolError
 from gristmill.launch_config import LaunchConfig
 from gristmill.messages import Close, LogprobBlock, Message, Open, Out, Reply, Stats, Text, TokenLogprob, Usage, ints
 from gristmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from gristmill.trace import open_tracer
 from gristmill.transport import Endpoints, Pull, Push
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class ChoiceText:
         self._utf8 = IncrementalText(context, strip_space=starts_text and tokenizer.strips_space)
         self._stop = StopScanner(opened.detok.stop, opened.detok.include_stop)
         self._skip = tokenizer.special_ids if opened.detok.skip_special else frozenset()
-        self.completion_tokens = 0
+        self.completion_tokens = self.cached_tokens = 0
         self.finished = False
         self._waiting_logprobs: deque[TokenLogprob] = deque()  # of tokens that have not been added yet
         self._text: list[str] = []
@@ -114,8 +115,8 @@ class ChoiceText:
         self._text.append(self._stop.feed(text))
         hit = self._stop.hit
         if hit is not None:
-            # the scheduler, which knows how much was cached, has not closed the choice yet
-            self._finish(Text(self.rid, finish="stop", stop_reason=hit.stop, usage=Usage(self.spec.n_prompt, self.completion_tokens)))
+            usage = Usage(self.spec.n_prompt, self.completion_tokens, self.cached_tokens)
+            self._finish(Text(self.rid, finish="stop", stop_reason=hit.stop, usage=usage))
 
     def _finish(self, end: Text) -> None:
         self.finished, self._end = True, end
@@ -168,6 +169,8 @@ class Detokenizer:
             if opened.idx in self._choices:
                 raise ProtocolError(f"choice {opened.idx} was opened twice ({self._choices[opened.idx].rid}, {opened.rid})")
             self._choices[opened.idx] = ChoiceText(opened, self._tokenizer)
+        for idx, n_cached in out.cached.reshape(-1, 2).tolist():
+            self._touch(idx).cached_tokens = n_cached
         for block in out.logprobs:
             self._touch(block.key).add_logprobs(block)
         order = out.idx.tolist()
@@ -193,18 +196,23 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
     tokenizer = load_tokenizer(config.model_path)
     inbox = Pull(context, ends.b_to_c)
     outbox = Push(context, ends.c_to_a, "detokenizer")
+    tracer = open_tracer(config.trace_dir, "detokenizer")
     try:
         detokenizer = Detokenizer(tokenizer, outbox.send)
         while not stop.is_set() and not detokenizer.shut_down:
             message = inbox.recv(_POLL_MS)
-            for _ in range(_BATCH):
-                if message is None:
-                    break
-                detokenizer.handle(message)
-                message = inbox.recv(0) if not detokenizer.shut_down else None
-            if message is not None:
-                detokenizer.handle(message)
-            detokenizer.flush()
+            if message is None:
+                continue
+            with tracer.span("detokenize"):
+                for _ in range(_BATCH):
+                    detokenizer.handle(message)
+                    message = inbox.recv(0) if not detokenizer.shut_down else None
+                    if message is None:
+                        break
+                else:
+                    detokenizer.handle(message)
+                detokenizer.flush()
     finally:
         inbox.close()
         outbox.close()
+        tracer.close()

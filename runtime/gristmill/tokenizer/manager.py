@@ -22,6 +22,7 @@ from gristmill.loading.config import ModelConfig
 from gristmill.messages import Abort, Control, Message, Reply, Stats, Submit, Text
 from gristmill.tokenizer.tokenizer import Tokenizer
 from gristmill.tokenizer.validate import Limits
+from gristmill.trace import NULL_TRACER, NullTracer, open_tracer
 from gristmill.transport import Endpoints, Pull, Push
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class TokenizerManager:
         self._ready: asyncio.Future[None] | None = None
         self._inbox: Pull | None = None
         self._outbox: Push | None = None
+        self._tracer: NullTracer = NULL_TRACER
 
     # --- life
 
@@ -110,6 +112,7 @@ class TokenizerManager:
         """Open the edges on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
+        self._tracer = open_tracer(self.config.trace_dir, "server")
         ends = Endpoints(self.config.endpoint_prefix)
         self._inbox = Pull(self._context, ends.c_to_a)
         self._outbox = Push(self._context, ends.a_to_b, "server")
@@ -134,6 +137,7 @@ class TokenizerManager:
             self._inbox.close()
             self._outbox.close()
             self._inbox = self._outbox = None
+            self._tracer.close()
 
     # --- state
 
@@ -167,6 +171,7 @@ class TokenizerManager:
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if f"{request_id}-0" in self._open:
             raise ValueError(f"request id {request_id!r} is already in use")
+        self._tracer.instant("submit", request=request_id, choices=len(choices))
         generation = Generation(self, request_id, [f"{request_id}-{i}" for i in range(len(choices))])
         for i, (rid, choice) in enumerate(zip(generation.rids, choices)):
             self._open[rid] = (generation, i)
@@ -241,7 +246,8 @@ class TokenizerManager:
                 continue
             if message is None:
                 return
-            self._dispatch(message)
+            with self._tracer.span("dispatch", message=type(message).__name__):
+                self._dispatch(message)
         self._loop.call_soon(self._on_readable)
 
     def _dispatch(self, message: Message) -> None:
