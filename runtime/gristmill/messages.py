@@ -248,13 +248,17 @@ class Close(msgspec.Struct, omit_defaults=True):
 
 
 class Out(Message, tag="out"):
-    """Tokens of one applied step: tok[i] belongs to choice idx[i], in order. A refusal is an open and a close."""
+    """Tokens of one applied step: tok[i] belongs to choice idx[i], in order. A refusal is an open and a close.
+
+    `cached` holds pairs (choice, cached prompt tokens) of those admitted for the first time; it comes no later than their first token.
+    """
 
     open: list[Open] = []
     idx: Ints = msgspec.field(default_factory=ints)
     tok: Ints = msgspec.field(default_factory=ints)
     logprobs: list[LogprobBlock] = []
     close: list[Close] = []
+    cached: Ints = msgspec.field(default_factory=ints)
 
 
 class Reply(Message, tag="reply"):

@@ -24,6 +24,7 @@ class Outbox:
         self._tok: list[Ints] = []
         self._logprobs: list[LogprobBlock] = []
         self._closes: list[Close] = []
+        self._cached: list[int] = []
         self._replies: list[Reply] = []
 
     def new_idx(self) -> int:
@@ -45,6 +46,10 @@ class Outbox:
     def logprobs(self, block: LogprobBlock) -> None:
         self._logprobs.append(block)
 
+    def cached(self, idx: int, tokens: int) -> None:
+        """How much of its prompt a choice found in the cache; goes with the next Out."""
+        self._cached += [idx, tokens]
+
     def close(self, closed: Close) -> None:
         self._closes.append(closed)
 
@@ -55,7 +60,7 @@ class Outbox:
         """Everything about choices since the last call as one Out, or None when there is nothing."""
         if not (self._opens or self._idx or self._closes or self._logprobs):
             return None
-        out = Out(open=self._opens, idx=_join(self._idx), tok=_join(self._tok), logprobs=self._logprobs, close=self._closes)
+        out = Out(open=self._opens, idx=_join(self._idx), tok=_join(self._tok), logprobs=self._logprobs, close=self._closes, cached=ints(self._cached))
         self._free += [closed.idx for closed in self._closes]
         replies = self._replies
         self._reset()

@@ -363,6 +363,7 @@ class Scheduler:
         if request.cached_tokens < 0:
             request.cached_tokens = len(cached)
             self.stats.cached_tokens += len(cached)
+            self.outbox.cached(request.idx, len(cached))
         new.append(
             NewReq(
                 request.req_slot,

@@ -97,6 +97,14 @@ def test_a_stop_string_ends_the_choice_and_what_follows_is_ignored(tokenizer: To
     assert len(harness.sent) == count and harness.detokenizer.n_open == 0
 
 
+def test_usage_at_a_stop_string_knows_what_was_cached(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer, DetokSpec(stop=("lo",), n_prompt=5))
+    harness.say(Out(cached=ints([0, 3])))
+    harness.tokens(tokenizer.encode("hello"))
+    usage = harness.joined().usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (5, 5, 3)
+
+
 def test_a_stop_string_completed_by_the_last_token_ends_with_stop(tokenizer: Tokenizer) -> None:
     harness = Harness(tokenizer, DetokSpec(stop=("lo",)))
     harness.tokens(tokenizer.encode("hello"), close="length")
