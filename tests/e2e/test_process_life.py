@@ -395,7 +395,7 @@ def test_step_t_plus_1_is_planned_inside_the_forward_of_step_t(tmp_path: Path) -
     assert {name.split(" (")[0] for name in process_names(trace)} == {"server", "scheduler", "worker0", "detokenizer"}
     assert len(set(process_names(trace))) == 4
     forward, plan, apply = (spans(trace, name) for name in ("forward", "plan", "apply"))
-    steps = [step for step in forward if step + 1 in plan]
+    steps = [step for step in forward if step + 1 in forward]  # a plan that found nothing to do is a span too
     inside = [step for step in steps if forward[step][0] <= plan[step + 1][0] and plan[step + 1][1] <= forward[step][1]]
     # on a busy machine a plan may begin a moment before or after the forward does; that it never waits for its result always holds
     assert len(steps) > 30 and all(plan[step + 1][1] <= apply[step][0] for step in steps)
