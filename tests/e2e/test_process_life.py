@@ -396,10 +396,12 @@ def test_step_t_plus_1_is_planned_inside_the_forward_of_step_t(tmp_path: Path) -
     assert len(set(process_names(trace))) == 4
     forward, plan, apply = (spans(trace, name) for name in ("forward", "plan", "apply"))
     steps = [step for step in forward if step + 1 in forward]  # a plan that found nothing to do is a span too
-    inside = [step for step in steps if forward[step][0] <= plan[step + 1][0] and plan[step + 1][1] <= forward[step][1]]
-    # on a busy machine a plan may begin a moment before or after the forward does; that it never waits for its result always holds
-    assert len(steps) > 30 and all(plan[step + 1][1] <= apply[step][0] for step in steps)
-    assert len(inside) >= 5, f"{len(inside)} of {len(steps)} plans lie inside the forward before them"
+    assert len(steps) > 30 and all(plan[step + 1][1] <= apply[step][0] for step in steps)  # planned without the result of t
+    # the result of t-1 starts both the planning of t+1 and the forward of t, and on a busy machine either process may be a moment earlier
+    ended = [step for step in steps if plan[step + 1][1] <= forward[step][1]]
+    inside = [step for step in ended if forward[step][0] <= plan[step + 1][0]]
+    print(f"of {len(steps)} plans {len(ended)} end before the forward before them does, {len(inside)} lie wholly inside")
+    assert len(ended) > len(steps) / 2 and inside
 
 
 _MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
