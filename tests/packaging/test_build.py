@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # the first test here waits for the wheel to be compiled
+
 
 @pytest.fixture
 def staging(backend_path, monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+pytestmark = pytest.mark.timeout(900)  # the first test here waits for the wheel to be compiled
+
 
 @pytest.fixture
 def checks(backend_path):
