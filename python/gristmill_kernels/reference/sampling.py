@@ -9,6 +9,8 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+# Logits worked on at once.
+_MAX_SCORES = 1 << 20
 
 
 def _high_low(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
@@ -18,18 +20,18 @@ def _high_low(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return high_product >> 16, ((high_product & 0xFFFF) << 16) | (low_product & 0xFFFF)
 
 
-def philox_uniform(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """float64 [V] in (0, 1): u of token v is lane v % 4 of block (position, v // 4, 0, 0) under key (seed low, seed high)."""
-    blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)
-    zero = torch.zeros_like(blocks)
-    c0, c1, c2, c3 = zero + (position & _MASK), blocks, zero, zero
-    key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
+def philox_uniform(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """float64 [B, V] in (0, 1): u of token v is lane v % 4 of block (position, v // 4, 0, 0) under key (seed low, seed high)."""
+    blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seeds.device)
+    c1 = blocks.expand(len(seeds), -1)
+    c0, c2, c3 = torch.zeros_like(c1) + (positions.long()[:, None] & _MASK), torch.zeros_like(c1), torch.zeros_like(c1)
+    key_0, key_1 = seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK
     for _ in range(10):
         high_0, low_0 = _high_low(c0, _MULTIPLIER_0)
         high_1, low_1 = _high_low(c2, _MULTIPLIER_1)
         c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, low_1, high_0 ^ c3 ^ key_1, low_0
         key_0, key_1 = (key_0 + _WEYL_0) & _MASK, (key_1 + _WEYL_1) & _MASK
-    words = torch.stack([c0, c1, c2, c3], dim=1).flatten()[:vocab_size]
+    words = torch.stack([c0, c1, c2, c3], dim=2).flatten(1)[:, :vocab_size]
     return (words.double() + 0.5) * 2.0**-32
 
 
@@ -50,40 +52,39 @@ def sample(
     out: Tensor, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> None:
     greedy(out, logits)
-    rows = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), seeds.tolist(), positions.tolist(), out.tolist())
-    for row, (row_temperature, row_top_k, row_top_p, row_min_p, seed, position, best) in enumerate(rows):
-        if best < 0 or row_temperature <= 0:
-            continue
-        if row_temperature != row_temperature:
-            out[row] = -1
-            continue
-        scaled = scale_logits(logits[row], row_temperature)
-        kept = surviving(scaled, row_top_k, row_top_p, row_min_p)
-        noise = -torch.log(-torch.log(philox_uniform(seed, position, logits.shape[1], logits.device)))
-        out[row] = (scaled + noise).masked_fill(~kept, float("-inf")).argmax()
+    rows_at_once = max(1, _MAX_SCORES // logits.shape[1])
+    for begin in range(0, len(out), rows_at_once):
+        rows = slice(begin, begin + rows_at_once)
+        scaled = scale_logits(logits[rows], temperature[rows])
+        kept = surviving(scaled, top_k[rows], top_p[rows], min_p[rows])
+        noise = -torch.log(-torch.log(philox_uniform(seeds[rows], positions[rows], logits.shape[1])))
+        drawn = (scaled + noise).masked_fill(~kept, float("-inf")).argmax(-1).int()
+        best = out[rows]
+        chosen = torch.where((temperature[rows] <= 0) | (best < 0), best, drawn)
+        best.copy_(chosen.masked_fill(temperature[rows].isnan(), -1))
 
 
-def scale_logits(logits: Tensor, temperature: float) -> Tensor:
-    """float64 [V]: (x - max) / temperature, with -inf kept so that an infinite temperature does not revive it."""
+def scale_logits(logits: Tensor, temperature: Tensor) -> Tensor:
+    """float64 [B, V]: (x - max) / temperature, with -inf kept so that an infinite temperature does not revive it."""
     wide = logits.double()
-    return ((wide - wide.max()) / temperature).masked_fill(wide == float("-inf"), float("-inf"))
+    scaled = (wide - wide.amax(-1, keepdim=True)) / temperature.double()[:, None]
+    return scaled.masked_fill(wide == float("-inf"), float("-inf"))
 
 
-def surviving(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """bool [V]: tokens left by top-k, then top-p over the renormalised rest, then min-p. Equal logits rank by lowest index."""
-    order = torch.sort(scaled, descending=True, stable=True).indices
-    ranked = scaled[order]
-    kept = ranked > float("-inf")
-    if 0 < top_k < len(scaled):
-        kept[top_k:] = False
+def surviving(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """bool [B, V]: tokens left by top-k, then top-p over the renormalised rest, then min-p. Equal logits rank by lowest index."""
+    vocab_size = scaled.shape[-1]
+    ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab_size, device=scaled.device)
+    limit = torch.where(top_k > 0, top_k, vocab_size)[:, None]
+    kept = (ranked > float("-inf")) & (rank < limit)
     probability = torch.where(kept, ranked.exp(), 0.0)
-    if top_p < 1:
-        mass_before = (probability.cumsum(0) - probability) / probability.sum()
-        kept &= mass_before < top_p
-        kept[0] = True
-    if min_p > 0:
-        kept &= ranked.exp() >= min(min_p, 1.0)
-    return torch.zeros_like(kept).scatter(0, order, kept)
+    mass_before = (probability.cumsum(-1) - probability) / probability.sum(-1, keepdim=True)
+    within = (mass_before < top_p.double()[:, None]) | (rank == 0)
+    kept &= within | ~(top_p < 1)[:, None]
+    likely = ranked.exp() >= min_p.double().clamp(max=1.0)[:, None]
+    kept &= likely | ~(min_p > 0)[:, None]
+    return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
 def apply_logit_bias(logits: Tensor, indptr: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -1,0 +1,161 @@
+"""Offsets beyond 2^31 elements: tensors of which only a few pages are ever touched, so this needs address space, not memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gristmill_kernels import dispatch
+
+WIDTH = 576
+BORDER = 2**31 // WIDTH  # the row that straddles element 2^31
+HIGH_SLOTS = [BORDER - 1, BORDER, BORDER + 1, BORDER + 5]
+FAMILIES = [family for family in dispatch.families_of("rms_norm") if dispatch.why_not("rms_norm", family, ("cpu", torch.bfloat16)) is None]
+
+
+def untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return torch.empty(numel, dtype=dtype)
+    except RuntimeError as error:
+        pytest.skip(f"this machine lacks the address space: {error}")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def far_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The same rows, so far apart that the last one begins beyond element 2^31."""
+    count = rows.shape[0]
+    stride = (2**31 + 64) // (count - 1)
+    width = rows[0].numel()
+    view = untouched(stride * (count - 1) + width, rows.dtype).as_strided(rows.shape, (stride, *rows[0].contiguous().stride()))
+    view.copy_(rows)
+    assert (count - 1) * stride >= 2**31
+    return view
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wide", ["keys", "values"])
+def test_rows_around_the_border_are_stored_and_attended_like_low_ones(family: str, wide: str, seed: int) -> None:
+    source = generator(seed)
+    k_width, v_width = (WIDTH, 64) if wide == "keys" else (64, WIDTH)
+    slots = torch.tensor(HIGH_SLOTS, dtype=torch.int32)
+    k = torch.randn(4, 1, k_width, generator=source).bfloat16()
+    v = torch.randn(4, 1, v_width, generator=source).bfloat16()
+    q = torch.randn(4, 3, k_width, generator=source).bfloat16()
+
+    def attend(num_slots: int, at: torch.Tensor) -> list[torch.Tensor]:
+        k_cache = untouched(num_slots * k_width, torch.bfloat16).view(num_slots, 1, k_width)
+        v_cache = untouched(num_slots * v_width, torch.bfloat16).view(num_slots, 1, v_width)
+        dispatch.overload("store_kv", family)(k_cache, v_cache, k, v, at)
+        assert torch.equal(k_cache[at.long()], k) and torch.equal(v_cache[at.long()], v)
+        results = []
+        pointers = torch.tensor([0, 4], dtype=torch.int32)
+        for op, args in (
+            ("extend_attention", (pointers, pointers, at, None, None, None, True)),
+            ("decode_attention", (torch.arange(5, dtype=torch.int32), at, None, None, None)),
+        ):
+            out, lse = torch.full((4, 3, v_width), float("nan"), dtype=torch.bfloat16), torch.full((4, 3), float("nan"))
+            dispatch.overload(op, family)(out, lse, q, k_cache, v_cache, *args, WIDTH**-0.5, 0.0, -1, 1.0, 1.0)
+            results += [out, lse]
+        return results
+
+    for high, low in zip(attend(BORDER + 8, slots), attend(16, torch.tensor([3, 0, 9, 12], dtype=torch.int32))):
+        assert torch.equal(high, low)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_query_rows_far_apart_give_the_same_attention(family: str, seed: int) -> None:
+    source = generator(seed)
+    q = torch.randn(3, 2, 64, generator=source).bfloat16()
+    k_cache, v_cache = (torch.randn(9, 1, 64, generator=source).bfloat16() for _ in range(2))
+    pointers = torch.tensor([0, 3], dtype=torch.int32)
+
+    def attend(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        args = (pointers, pointers, torch.tensor([2, 4, 8], dtype=torch.int32), None, None, None, True, 0.125, 0.0, -1, 1.0, 1.0)
+        dispatch.overload("extend_attention", family)(out, None, q, k_cache, v_cache, *args)
+        return out
+
+    near = attend(q, torch.empty_like(q))
+    assert torch.equal(attend(far_rows(q), far_rows(torch.zeros_like(q))), near)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_row_ops_on_rows_far_apart_give_the_same_rows(family: str, seed: int) -> None:
+    source = generator(seed)
+    x = torch.randn(3, 128, generator=source).bfloat16()
+    weight = torch.randn(128, generator=source).bfloat16()
+    norm, add_norm, silu = (dispatch.overload(name, family) for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul"))
+
+    near, far = torch.empty_like(x), far_rows(torch.zeros_like(x))
+    norm(near, x, weight, 1e-6)
+    norm(far, far_rows(x), weight, 1e-6)
+    assert torch.equal(near, far)
+
+    near, near_sum, far, far_sum = x.clone(), x.clone(), far_rows(x), far_rows(x)
+    add_norm(near, near_sum, weight, 1e-6)
+    add_norm(far, far_sum, weight, 1e-6)
+    assert torch.equal(near, far) and torch.equal(near_sum, far_sum)
+
+    near, far = torch.empty(3, 64).bfloat16(), far_rows(torch.zeros(3, 64).bfloat16())
+    silu(near, x)
+    silu(far, far_rows(x))
+    assert torch.equal(near, far)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_rotates_rows_far_apart(family: str, seed: int) -> None:
+    source = generator(seed)
+    q, k = torch.randn(3, 2, 64, generator=source).bfloat16(), torch.randn(3, 1, 64, generator=source).bfloat16()
+    table = torch.randn(8, 64, generator=source)
+    positions = torch.tensor([1, 5, 7], dtype=torch.int32)
+    far_q, far_k = far_rows(q), far_rows(k)
+    rope = dispatch.overload("apply_rope", family)
+    rope(far_q, far_k, positions, table, True)
+    rope(q, k, positions, table, True)
+    assert torch.equal(q, far_q) and torch.equal(k, far_k)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_rows_far_apart_give_the_same_ids(family: str, seed: int) -> None:
+    logits = torch.randn(3, 200, generator=generator(seed)).bfloat16()
+    one, zero = torch.ones(3), torch.zeros(3)
+    seeds = torch.arange(3)
+    for op, args in (("greedy", ()), ("sample", (one, torch.full((3,), 50, dtype=torch.int32), one, zero, seeds, seeds.int()))):
+        near, far = torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+        dispatch.overload(op, family)(near, logits, *args)
+        dispatch.overload(op, family)(far, far_rows(logits), *args)
+        assert torch.equal(near, far) and int(near.min()) >= 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linear_and_merge_take_rows_far_apart(family: str, seed: int) -> None:
+    from tests.kernels.conformance.harness import packed
+
+    source = generator(seed)
+    x, weight = torch.randn(3, 64, generator=source).bfloat16(), torch.randn(48, 64, generator=source).bfloat16()
+    near, far = torch.empty(3, 48).bfloat16(), far_rows(torch.zeros(3, 48).bfloat16())
+    linear, data = dispatch.overload("packed_linear", family), packed(weight, family)
+    linear(near, x, data, None, 48, 64)
+    linear(far, far_rows(x), data, None, 48, 64)
+    assert torch.equal(near, far)
+
+    o_a, o_b, lse_a, lse_b = (torch.randn(*shape, generator=source) for shape in ((3, 2, 64), (3, 2, 64), (3, 2), (3, 2)))
+    o_a, o_b = o_a.bfloat16(), o_b.bfloat16()
+    near, near_lse, far, far_lse = torch.empty_like(o_a), torch.empty(3, 2), far_rows(torch.zeros_like(o_a)), torch.empty(3, 2)
+    merge = dispatch.overload("merge_state", family)
+    merge(near, near_lse, o_a, lse_a, o_b, lse_b)
+    merge(far, far_lse, far_rows(o_a), lse_a, far_rows(o_b), lse_b)
+    assert torch.equal(near, far) and torch.equal(near_lse, far_lse)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_request_table_is_read_and_written_beyond_the_border(family: str) -> None:
+    table = untouched(2**31 + 64, torch.int32).as_strided((3, 40), (2**30 + 8, 1))
+    rows, starts, lens = (torch.tensor(values, dtype=torch.int32) for values in ([2, 0], [5, 0], [30, 3]))
+    slots = torch.arange(33, dtype=torch.int32)
+    dispatch.overload("write_req_to_token", family)(table, rows, starts, lens, slots)
+    assert torch.equal(table[2, 5:35], slots[:30]) and torch.equal(table[0, :3], slots[30:])
+    indptr, indices = torch.empty(3, dtype=torch.int32), torch.empty(33, dtype=torch.int32)
+    dispatch.overload("kv_indices", family)(indptr, indices, table, rows, starts + lens, starts)
+    assert torch.equal(indices, slots) and indptr.tolist() == [0, 30, 33]

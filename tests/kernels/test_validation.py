@@ -1,0 +1,158 @@
+"""Public functions refuse bad arguments before any kernel runs, in one sentence naming the argument, its value and what would be right."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import gristmill_kernels as gk
+import pytest
+import torch
+
+ROWS, HEADS, KV_HEADS, DIM, SLOTS, VOCAB = 3, 4, 2, 8, 10, 11
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def pool(heads: int = KV_HEADS, dim: int = DIM, dtype: torch.dtype = torch.float32, slots: int = SLOTS) -> torch.Tensor:
+    return torch.zeros(slots, heads, dim, dtype=dtype)
+
+
+def decode(**changes: Any) -> None:
+    arguments = {
+        "q": torch.zeros(ROWS, HEADS, DIM),
+        "k_cache": pool(),
+        "v_cache": pool(),
+        "kv_indptr": i32(0, 1, 2, 3),
+        "kv_indices": i32(1, 2, 3),
+    }
+    gk.decode_attention(**(arguments | changes))
+
+
+def extend(**changes: Any) -> None:
+    arguments = {"q": torch.zeros(ROWS, HEADS, DIM), "k_cache": pool(), "v_cache": pool(), "kv_indices": i32(1, 2, 3)}
+    gk.extend_attention(**(arguments | {"qo_indptr": i32(0, 3), "kv_indptr": i32(0, 3)} | changes))
+
+
+def norm(**changes: Any) -> None:
+    gk.rms_norm(**({"x": torch.zeros(ROWS, DIM), "weight": torch.zeros(DIM)} | changes))
+
+
+def rope(**changes: Any) -> None:
+    arguments = {"q": torch.zeros(ROWS, HEADS, DIM), "k": torch.zeros(ROWS, KV_HEADS, DIM), "positions": i32(0, 1, 2)}
+    gk.apply_rope(**(arguments | {"cos_sin_cache": torch.zeros(5, DIM)} | changes))
+
+
+def store(**changes: Any) -> None:
+    arguments = {"k": torch.zeros(ROWS, KV_HEADS, DIM), "v": torch.zeros(ROWS, KV_HEADS, DIM), "slots": i32(0, 1, 2)}
+    gk.store_kv(**(arguments | {"k_cache": pool(), "v_cache": pool()} | changes))
+
+
+def draw(**changes: Any) -> None:
+    one = torch.ones(ROWS)
+    arguments = {"temperature": one, "top_k": i32(0, 0, 0), "top_p": one, "min_p": one, "seeds": torch.zeros(ROWS, dtype=torch.int64)}
+    gk.sample(**(arguments | {"logits": torch.zeros(ROWS, VOCAB), "positions": i32(0, 0, 0)} | changes))
+
+
+def table(**changes: Any) -> None:
+    arguments = {"req_to_token": torch.zeros(4, 9, dtype=torch.int32), "req_slots": i32(0, 1), "seq_lens": i32(2, 3)}
+    gk.kv_indices(**(arguments | changes))
+
+
+def merge(**changes: Any) -> None:
+    o, lse = torch.zeros(ROWS, HEADS, DIM), torch.zeros(ROWS, HEADS)
+    gk.merge_state(**({"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse} | changes))
+
+
+def linear(**changes: Any) -> None:
+    gk.linear(**({"x": torch.zeros(ROWS, DIM), "packed": gk.pack_linear(torch.zeros(5, DIM))} | changes))
+
+
+def plan(**changes: Any) -> None:
+    gk.plan_decode(**({"kv_indptr_host": i32(0, 3), "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_v": 8, "num_workers": 2} | changes))
+
+
+FUNCTIONS = [decode, extend, norm, rope, store, draw, table, merge, linear, plan]
+
+BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
+    (norm, {"x": torch.zeros(ROWS, DIM, dtype=torch.float64)}, TypeError, "x has dtype float64, but should be float32, float16"),
+    (norm, {"x": [1.0]}, TypeError, "rms_norm: x is a list, but should be a torch.Tensor"),
+    (norm, {"x": torch.zeros(())}, ValueError, "rms_norm: x has shape (), but should be at least one-dimensional"),
+    (norm, {"x": torch.zeros(DIM, ROWS).T}, ValueError, "rms_norm: x has strides (1, 3), but its innermost stride should be 1"),
+    (norm, {"weight": torch.zeros(9)}, ValueError, "rms_norm: weight has shape (9,), but should be [H] = (8,)"),
+    (norm, {"weight": torch.zeros(DIM, dtype=torch.float16)}, TypeError, "rms_norm: weight has dtype float16, but should be float32"),
+    (norm, {"out": torch.zeros(2, DIM)}, ValueError, "rms_norm: out has shape (2, 8), but should be the shape of x = (3, 8)"),
+    (norm, {"weight": torch.zeros(DIM, device="meta")}, ValueError, "weight is on meta, but should be on cpu like the other tensors"),
+    (rope, {"positions": torch.arange(3)}, TypeError, "apply_rope: positions has dtype int64, but should be int32"),
+    (rope, {"cos_sin_cache": torch.zeros(5, 10)}, ValueError, "cos_sin_cache has shape (5, 10), but should be [P, rotary_dim]"),
+    (rope, {"cos_sin_cache": torch.zeros(0, 8)}, ValueError, "should be at least one position long"),
+    (rope, {"k": torch.zeros(ROWS, KV_HEADS, 16)}, ValueError, "apply_rope: k has shape (3, 2, 16), but should be [3, Hkv, 8] like q"),
+    (store, {"slots": i32(0, 1)}, ValueError, "store_kv: slots has shape (2,), but should be [T] = (3,)"),
+    (store, {"k_cache": pool(dtype=torch.float16)}, TypeError, "store_kv: k_cache has dtype float16, but should be the dtype of k"),
+    (store, {"v_cache": pool(slots=9)}, ValueError, "store_kv: v_cache has shape (9, 2, 8), but should be [10, 2, 8] like k_cache and v"),
+    (table, {"req_to_token": torch.zeros(4, 9)}, TypeError, "kv_indices: req_to_token has dtype float32, but should be int32"),
+    (table, {"kv_start": i32(1)}, ValueError, "kv_indices: kv_start has shape (1,), but should be [B] = (2,)"),
+    (table, {"seq_lens": i32(1)}, ValueError, "kv_indices: seq_lens has shape (1,), but should be [B] = (2,)"),
+    (decode, {"q": torch.zeros(ROWS, HEADS * DIM)}, ValueError, "decode_attention: q has shape (3, 32), but should be [rows, Hq, D]"),
+    (decode, {"k_cache": pool(dim=16)}, ValueError, "k_cache has shape (10, 2, 16), but should be [S, Hkv, 8] like q"),
+    (decode, {"v_cache": pool(heads=1)}, ValueError, "v_cache has shape (10, 1, 8), but should be [10, 2, Dv] like k_cache"),
+    (decode, {"q": torch.zeros(ROWS, 3, DIM)}, ValueError, "the number of query heads is 3, but should be a multiple of the 2 KV heads"),
+    (decode, {"kv_indptr": i32(0, 1)}, ValueError, "decode_attention: kv_indptr has shape (2,), but should be [B + 1] = (4,)"),
+    (decode, {"sinks": torch.zeros(2)}, ValueError, "decode_attention: sinks has shape (2,), but should be [Hq] = (4,)"),
+    (decode, {"lse": torch.zeros(ROWS, HEADS, dtype=torch.float16)}, TypeError, "lse has dtype float16, but should be float32"),
+    (decode, {"plan": gk.plan_decode(i32(0, 1), 4, 2, 8, num_workers=1)}, ValueError, "plan.num_requests is 1, but should be the batch"),
+    (extend, {"custom_mask": torch.ones(9, dtype=torch.bool)}, ValueError, "mask_indptr is None, but should be given"),
+    (extend, {"kv_indptr": i32(0, 1, 3)}, ValueError, "kv_indptr has shape (3,), but should be [B + 1] like qo_indptr = (2,)"),
+    (merge, {"lse_b": torch.zeros(HEADS, ROWS)}, ValueError, "merge_state: lse_b has shape (4, 3), but should be [T, H] = (3, 4)"),
+    (draw, {"logits": torch.zeros(ROWS, 0)}, ValueError, "sample: logits has shape (3, 0), but should be [B, V] with V >= 1"),
+    (draw, {"seeds": i32(0, 0, 0)}, TypeError, "sample: seeds has dtype int32, but should be int64"),
+    (draw, {"temperature": torch.ones(2)}, ValueError, "sample: temperature has shape (2,), but should be [B] = (3,)"),
+    (linear, {"x": torch.zeros(ROWS, 9)}, ValueError, "linear: x has shape (3, 9), but should be [M, 8]"),
+    (linear, {"x": torch.zeros(ROWS, DIM, dtype=torch.bfloat16)}, TypeError, "linear: x has dtype bfloat16, but should be float32"),
+    (linear, {"bias": torch.zeros(4)}, ValueError, "linear: bias has shape (4,), but should be [N] = (5,)"),
+    (plan, {"num_workers": 0}, ValueError, "plan_decode: num_workers is 0, but should be at least 1"),
+    (plan, {"kv_indptr_host": i32(3, 0)}, ValueError, "plan_decode: kv_indptr_host is [3, 0], but should be non-decreasing"),
+    (plan, {"num_qo_heads": 3}, ValueError, "plan_decode: num_qo_heads is 3, but should be a multiple of num_kv_heads = 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "error", "sentence"), BAD, ids=[f"{case[0].__name__}-{'-'.join(case[1])}-{n}" for n, case in enumerate(BAD)]
+)
+def test_a_bad_argument_is_refused_in_one_sentence(
+    function: Callable[..., None], changes: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=re.escape(sentence)) as refused:
+        function(**changes)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_unchanged_arguments_are_accepted(function: Callable[..., None]) -> None:
+    function()
+
+
+def test_a_plan_lists_every_item_once_and_in_order(seed: int) -> None:
+    lens = torch.randint(0, 2000, (17,), generator=torch.Generator().manual_seed(seed))
+    lens[3] = 0
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)]).int()
+    made = gk.plan_decode(indptr, 4, 2, 8, num_workers=5)
+    schedule = made.schedule.tolist()
+    version, batch, items, workers, split = schedule[:5]
+    assert (version, batch, workers, split) == (1, 17, 5, 256)
+    worker_indptr, rest = schedule[5 : 5 + workers + 1], schedule[5 + workers + 1 :]
+    request_indptr, rest = rest[: batch + 1], rest[batch + 1 :]
+    item_request, item_start = rest[:items], rest[items:]
+    expected = [(request, start) for request, length in enumerate(lens.tolist()) for start in range(0, length, split)]
+    assert list(zip(item_request, item_start)) == expected
+    assert worker_indptr[0] == 0 and worker_indptr[-1] == items == made.num_items and worker_indptr == sorted(worker_indptr)
+    assert [item_request[request_indptr[b] : request_indptr[b + 1]] for b in range(batch)] == [
+        [b] * -(-n // split) for b, n in enumerate(lens.tolist())
+    ]
+    loads = [sum(min(split, int(lens[r]) - s) for r, s in expected[a:b]) for a, b in itertools.pairwise(worker_indptr)]
+    assert max(loads) <= sum(loads) / workers + split, "work is spread evenly, up to one item"
+    assert made.workspace.numel() == items * 4 * 10 <= gk.decode_workspace_size(17, int(lens.sum()), 4, 8)
