@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -36,8 +37,8 @@ from gristmill.server.schemas import (
     TopLogprob,
 )
 from gristmill.server.state import request_facts, server_state
-from gristmill.tokenizer.tokenizer import ChatTemplateError
-from gristmill.tokenizer.validate import MAX_LOGPROBS, RequestError, check_int
+from gristmill.tokenizer.tokenizer import ChatTemplateError, PromptTooLong, Tokenizer
+from gristmill.tokenizer.validate import MAX_LOGPROBS, Limits, RequestError, check_int, too_long
 
 MAX_MESSAGES = 2048
 _LONG_TEXT_CHARS = 20_000  # longer texts are tokenised in a thread
@@ -56,8 +57,10 @@ async def chat_completions(request: Request) -> Response:
     max_tokens = getattr(body, name)
     if max_tokens == 0:
         raise RequestError(f"{name} must be at least 1 in a chat", name)
-    ids = await _prompt(state.manager.tokenizer, body)
-    submits = build_submits(state, body, [ids], max_tokens=max_tokens, max_tokens_name=name, logprobs=n_logprobs, prompt_logprobs=False)
+    ids = await _prompt(state.manager.tokenizer, state.manager.limits, body)
+    submits = build_submits(
+        state, body, [ids], max_tokens=max_tokens, max_tokens_name=name, prompt_name="messages", logprobs=n_logprobs, prompt_logprobs=False
+    )
     running = RunningRequest(state, request, facts, f"chatcmpl-{uuid.uuid4().hex}", [ids], submits)
     if body.stream:
         return await _stream(running, n_logprobs >= 0, include_usage)
@@ -116,7 +119,7 @@ def _logprobs(body: ChatRequest) -> int:
     return top if body.logprobs else -1
 
 
-async def _prompt(tokenizer: Any, body: ChatRequest) -> list[int]:
+async def _prompt(tokenizer: Tokenizer, limits: Limits, body: ChatRequest) -> list[int]:
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use /v1/completions with a prompt", "messages", code="no_chat_template")
     if not body.messages:
@@ -128,13 +131,14 @@ async def _prompt(tokenizer: Any, body: ChatRequest) -> list[int]:
     if not _TEMPLATE_OWN.isdisjoint(variables):
         taken = ", ".join(sorted(_TEMPLATE_OWN & set(variables)))
         raise RequestError(f"chat_template_kwargs may not set {taken}", "chat_template_kwargs")
+    encode = functools.partial(tokenizer.apply_chat_template, messages, variables=variables, limit=limits.context_length)
     try:
-        if sum(len(message["content"]) for message in messages) > _LONG_TEXT_CHARS:
-            ids: list[int] = await asyncio.to_thread(tokenizer.apply_chat_template, messages, variables=variables)
-        else:
-            ids = tokenizer.apply_chat_template(messages, variables=variables)
+        long = sum(len(message["content"]) for message in messages) > _LONG_TEXT_CHARS
+        ids: list[int] = await asyncio.to_thread(encode) if long else encode()
     except ChatTemplateError as error:
         raise RequestError(str(error), "messages", code="chat_template_error") from error
+    except PromptTooLong as error:
+        raise too_long(error.at_least, limits, "messages") from error
     return ids
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,8 +26,17 @@ from gristmill.server.generation import (
 )
 from gristmill.server.schemas import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
 from gristmill.server.state import ServerState, request_facts, server_state
-from gristmill.tokenizer.tokenizer import Tokenizer
-from gristmill.tokenizer.validate import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOTAL_CHOICES, RequestError, check_ids, check_int
+from gristmill.tokenizer.tokenizer import PromptTooLong, Tokenizer
+from gristmill.tokenizer.validate import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_PROMPTS,
+    MAX_TOTAL_CHOICES,
+    RequestError,
+    check_ids,
+    check_int,
+    too_long,
+)
 
 _LONG_TEXT_CHARS = 20_000  # longer texts are tokenised in a thread
 _FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
@@ -166,9 +176,11 @@ async def _prompts(state: ServerState, body: CompletionRequest, n: int) -> list[
 async def _one_prompt(state: ServerState, entry: Any, parse_special: bool) -> Prompt:
     tokenizer = state.manager.tokenizer
     if isinstance(entry, str):
-        if len(entry) > _LONG_TEXT_CHARS:
-            return Prompt(await asyncio.to_thread(tokenizer.encode, entry, allow_special=parse_special), entry)
-        return Prompt(tokenizer.encode(entry, allow_special=parse_special), entry)
+        encode = functools.partial(tokenizer.encode, entry, allow_special=parse_special, limit=state.manager.limits.context_length)
+        try:
+            return Prompt(await asyncio.to_thread(encode) if len(entry) > _LONG_TEXT_CHARS else encode(), entry)
+        except PromptTooLong as error:
+            raise too_long(error.at_least, state.manager.limits) from error
     if not isinstance(entry, list):
         raise RequestError("prompt must be a text, a list of texts, a list of token ids or a list of such lists", "prompt")
     check_ids("prompt", entry, state.manager.limits)

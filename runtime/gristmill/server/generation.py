@@ -70,6 +70,7 @@ def build_submits(
     *,
     max_tokens: int | None,
     max_tokens_name: str,
+    prompt_name: str = "prompt",
     logprobs: int,
     prompt_logprobs: bool,
 ) -> list[Submit]:
@@ -99,6 +100,7 @@ def build_submits(
             len(ids),
             max_tokens=max_tokens,
             max_tokens_name=max_tokens_name,
+            prompt_name=prompt_name,
             **fields,  # type: ignore[arg-type]
         )
         submit = make_submit(

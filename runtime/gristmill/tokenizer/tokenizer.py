@@ -7,7 +7,9 @@ where the engine itself wrote them (BOS, a chat template) or where the caller as
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,17 @@ from gristmill.tokenizer.chat_template import ChatTemplateError
 from gristmill.tokenizer.gguf_vocab import GgufVocab
 from gristmill.tokenizer.pieces import Spelling, byte_alphabet, piece_bytes, spelling_of
 
-__all__ = ["ChatTemplateError", "Tokenizer", "load_tokenizer"]
+__all__ = ["ChatTemplateError", "PromptTooLong", "Tokenizer", "load_tokenizer"]
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class PromptTooLong(ValueError):
+    """A text has more tokens than the caller can use; it was refused before the work of encoding it."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens")
+        self.at_least = at_least
 
 
 class Tokenizer:
@@ -72,9 +82,13 @@ class Tokenizer:
 
     # --- text to ids
 
-    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False, limit: int | None = None) -> list[int]:
         """Ids of `text`. `add_special` adds what the model expects around a text (BOS); with `allow_special`, control tokens
-        spelt in `text` become their ids, and a BOS spelt at its start is not added twice."""
+        spelt in `text` become their ids, and a BOS spelt at its start is not added twice.
+
+        Raises PromptTooLong when the length of `text` alone shows that it has more than `limit` tokens.
+        """
+        self._check_limit(text, limit)
         ids = self._special_encoding(text).ids if allow_special else self._encode_plain(text)
         if not add_special:
             return ids
@@ -90,10 +104,13 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: dict[str, Any] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
-        """Prompt ids of a conversation. Raises ChatTemplateError when there is no template or it refuses the messages."""
+        """Prompt ids of a conversation. Raises ChatTemplateError when there is no template or it refuses the messages, and
+        PromptTooLong like `encode`."""
         guarded, mark = self._guard.protect({"messages": list(messages), "tools": tools, "variables": variables or {}})
         text = self._render(guarded["messages"], guarded["tools"], add_generation_prompt, guarded["variables"])
+        self._check_limit(text, limit)
         if not mark:
             return self._special_encoding(text).ids
         return self._encode_marked(text, mark)
@@ -109,6 +126,21 @@ class Tokenizer:
             raise ChatTemplateError("this model has no chat template; use /v1/completions with a prompt")
         values = {**self.named, "messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         return chat.render(self.chat_template, {**values, **variables})
+
+    def _check_limit(self, text: str, limit: int | None) -> None:
+        """No token stands for more characters than the longest piece has; normalisation joins a few at most."""
+        if limit is None or len(text) <= limit:
+            return
+        at_least = len(text) // self._longest_piece // (1 if self._backend.normalizer is None else 4)
+        if at_least > limit:
+            raise PromptTooLong(at_least)
+
+    @cached_property
+    def _longest_piece(self) -> int:
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        if self._spelling is Spelling.SENTENCEPIECE and "<0x00>" not in vocab:
+            return sys.maxsize  # one unknown token may stand for any number of characters
+        return max(map(len, vocab), default=1)
 
     def _special_encoding(self, text: str) -> Encoding:
         return self._backend.encode(text, add_special_tokens=False)

@@ -89,24 +89,35 @@ def check_logit_bias(bias: Mapping[str, float] | Mapping[int, float], limits: Li
     return checked
 
 
-def check_length(n_prompt: int, max_tokens: int | None, limits: Limits, max_tokens_name: str = "max_tokens") -> int:
+def too_long(at_least: int, limits: Limits, prompt_name: str = "prompt") -> RequestError:
+    """For a prompt that was not even encoded."""
+    return RequestError(
+        f"this model's context is {limits.context_length} tokens; the prompt has at least {at_least}",
+        prompt_name,
+        code="context_length_exceeded",
+    )
+
+
+def check_length(
+    n_prompt: int, max_tokens: int | None, limits: Limits, max_tokens_name: str = "max_tokens", prompt_name: str = "prompt"
+) -> int:
     """The number of tokens that may be generated: `max_tokens`, or what the context leaves."""
     context = limits.context_length
     if n_prompt == 0:
-        raise RequestError("the prompt is empty: it must have at least one token", "prompt")
+        raise RequestError("the prompt is empty: it must have at least one token", prompt_name)
     if max_tokens is not None and max_tokens < 0:
         raise RequestError(f"{max_tokens_name} must not be negative, and is {_short(max_tokens)}", max_tokens_name)
     if n_prompt + (1 if max_tokens is None else max_tokens) > context:
         wanted = "no token is left to generate" if max_tokens is None else f"{max_tokens_name} asks for {_short(max_tokens)} more"
         raise RequestError(
             f"this model's context is {context} tokens; the prompt has {n_prompt} and {wanted}",
-            "prompt" if n_prompt >= context else max_tokens_name,
+            prompt_name if n_prompt >= context else max_tokens_name,
             code="context_length_exceeded",
         )
     if limits.pool_tokens and n_prompt > limits.pool_tokens:
         raise RequestError(
             f"the KV pool holds {limits.pool_tokens} tokens and the prompt has {n_prompt}; shorten it or start with a larger --pool-tokens",
-            "prompt",
+            prompt_name,
             code="pool_exceeded",
         )
     return context - n_prompt if max_tokens is None else max_tokens
@@ -118,6 +129,7 @@ def check_sampling(
     *,
     max_tokens: int | None = None,
     max_tokens_name: str = "max_tokens",
+    prompt_name: str = "prompt",
     min_tokens: int = 0,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -135,7 +147,7 @@ def check_sampling(
 
     Raises RequestError naming the field that cannot be used.
     """
-    room = check_length(n_prompt, max_tokens, limits, max_tokens_name)
+    room = check_length(n_prompt, max_tokens, limits, max_tokens_name, prompt_name)
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise RequestError(f"stop_token_ids has {len(stop_token_ids)} ids; {MAX_STOP_TOKEN_IDS} is the most", "stop_token_ids")
     check_ids("stop_token_ids", stop_token_ids, limits)

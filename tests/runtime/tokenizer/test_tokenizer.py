@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gristmill.errors import ModelError
-from gristmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from gristmill.tokenizer.tokenizer import PromptTooLong, Tokenizer, load_tokenizer
 from tests.runtime.tokenizer.conftest import write_gguf
 
 CORPUS = [
@@ -243,3 +243,18 @@ def test_config_files_may_add_tokens_and_name_ordinary_ones(tiny_model: Path, tm
 def test_the_tokenizer_of_a_null_model() -> None:
     tokenizer = load_tokenizer("null:20:300")
     assert tokenizer.vocab_size == 300 and tokenizer.decode(tokenizer.encode("é x")) == "é x" and tokenizer.eos_ids == (2,)
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded(smol: Tokenizer, sentencepiece: Tokenizer) -> None:
+    import time
+
+    started = time.perf_counter()
+    with pytest.raises(PromptTooLong) as error:
+        smol.encode("the quick brown fox " * 800_000, limit=8192)
+    assert time.perf_counter() - started < 1 and error.value.at_least > 8192
+    with pytest.raises(PromptTooLong):
+        smol.apply_chat_template([{"role": "user", "content": "x" * 16_000_000}], limit=8192)
+    for tokenizer in (smol, sentencepiece):
+        for text in CORPUS + ["hello world " * 50, "\u65e5" * 100]:
+            ids = tokenizer.encode(text, add_special=False)
+            assert tokenizer.encode(text, add_special=False, limit=len(ids)) == ids
