@@ -1,0 +1,181 @@
+// Extend attention on the CPU: tiles of query rows (positions times the query heads of one KV head) walk the chunks of
+// their request in order with a running softmax, so the keys and values of a chunk are unpacked once per tile.
+#include <algorithm>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/chunk_cpu.h"
+#include "common/parallel.h"
+
+namespace gristmill {
+namespace {
+
+constexpr const char* kOp = "extend_attention";
+// Query rows of a tile: many enough to hide the unpacking of keys, few enough that scores and sums stay in the L2
+// cache.
+constexpr int64_t kTargetRows = 96;
+
+struct Tile {
+  int32_t request;
+  int32_t first;  // position in the request's query rows
+};
+
+struct ExtendScratch {
+  ChunkScratch chunk;
+  Scratch q, sums, totals;
+  std::vector<RowState> states, total_states;
+  std::vector<RowRange> ranges;
+  std::vector<uint8_t> masks;
+};
+
+struct ExtendArguments {
+  const int32_t* qo_indptr;
+  const uint8_t* mask;  // custom mask or null
+  const int32_t* mask_indptr;
+  bool causal;
+};
+
+template <typename T>
+class Extend {
+ public:
+  Extend(const AttentionProblem& p, const ExtendArguments& args) : p_(p), args_(args) {
+    positions_per_tile_ = std::max<int64_t>(1, kTargetRows / p.group());
+  }
+
+  void run() {
+    static thread_local std::vector<Tile> tiles;
+    tiles.clear();
+    int64_t keys = 0;
+    for (int64_t b = 0; b < p_.requests; ++b) {
+      // Later positions see more keys: they go first, so that no thread starts a long tile last.
+      const int64_t count = (q_len(b) + positions_per_tile_ - 1) / positions_per_tile_;
+      for (int64_t t = count - 1; t >= 0; --t)
+        tiles.push_back({static_cast<int32_t>(b), static_cast<int32_t>(t * positions_per_tile_)});
+      keys += count * p_.kv_len(b);
+    }
+    if (tiles.empty()) return;
+    const int64_t work = keys / static_cast<int64_t>(tiles.size()) * (p_.head_dim + p_.head_dim_v) * p_.group();
+    const std::vector<Tile>& list = tiles;
+    parallel_units(static_cast<int64_t>(tiles.size()) * p_.num_kv_heads, work, [&](int64_t unit) {
+      run_tile(list[static_cast<size_t>(unit / p_.num_kv_heads)], unit % p_.num_kv_heads);
+    });
+    bad_.check(kOp, p_.num_slots);
+  }
+
+ private:
+  int64_t q_len(int64_t request) const { return args_.qo_indptr[request + 1] - args_.qo_indptr[request]; }
+
+  // Keys [begin, end) of the request that query row i may see, before the custom mask.
+  void visible(int64_t request, int64_t i, int64_t& begin, int64_t& end) const {
+    const int64_t kv_len = p_.kv_len(request);
+    const int64_t position = kv_len - q_len(request) + i;
+    begin = p_.window_start(position);
+    end = args_.causal && args_.mask == nullptr ? std::clamp<int64_t>(position + 1, 0, kv_len) : kv_len;
+  }
+
+  void run_tile(const Tile& tile, int64_t kv_head) {
+    static thread_local ExtendScratch scratch;
+    const int64_t request = tile.request, group = p_.group(), first_head = kv_head * group;
+    const int64_t positions = std::min(positions_per_tile_, q_len(request) - tile.first);
+    const int64_t rows = positions * group;
+    const int64_t pitch = round_up_lanes(p_.head_dim_v), q_pitch = round_up_lanes(p_.head_dim);
+    float* q = scratch.q.template get<float>(rows * q_pitch);
+    float* sums = scratch.sums.template get<float>(rows * pitch);
+    float* totals = scratch.totals.template get<float>(rows * pitch);
+    scratch.states.resize(static_cast<size_t>(rows));
+    scratch.ranges.resize(static_cast<size_t>(rows));
+    scratch.total_states.assign(static_cast<size_t>(rows), RowState{-INFINITY, 0});
+    RowState* states = scratch.states.data();
+    RowState* total_states = scratch.total_states.data();
+    std::fill_n(totals, rows * pitch, 0.0f);
+    const int64_t first_row = args_.qo_indptr[request] + tile.first;
+    for (int64_t r = 0; r < rows; ++r) p_.load_q(q + r * q_pitch, first_row + r / group, first_head + r % group);
+
+    int64_t tile_begin = p_.kv_len(request), tile_end = 0;
+    for (int64_t i = 0; i < positions; ++i) {
+      int64_t begin, end;
+      visible(request, tile.first + i, begin, end);
+      tile_begin = std::min(tile_begin, begin);
+      tile_end = std::max(tile_end, end);
+    }
+    for (int64_t start = tile_begin / kChunk * kChunk; start < tile_end; start += kChunk) {
+      ChunkKeys<T> chunk;
+      chunk.locate(p_, request, kv_head, start, bad_);
+      set_ranges(request, tile.first, positions, start, chunk, scratch);
+      attend_chunk(p_, chunk, q, q_pitch, rows, scratch.ranges.data(), !std::is_same_v<T, float> && rows > kRowBlock,
+                   scratch.chunk, states, sums);
+      for (int64_t r = 0; r < rows; ++r)
+        merge_chunk(totals + r * pitch, total_states[r], sums + r * pitch, states[r], p_.head_dim_v);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      finish_row(p_, first_row + r / group, first_head + r % group, totals + r * pitch, total_states[r]);
+  }
+
+  void set_ranges(int64_t request, int64_t first, int64_t positions, int64_t start, const ChunkKeys<T>& chunk,
+                  ExtendScratch& scratch) const {
+    const bool masked = chunk.holes || args_.mask != nullptr;
+    if (masked) scratch.masks.resize(static_cast<size_t>(positions * kChunk));
+    const int64_t group = p_.group();
+    for (int64_t i = 0; i < positions; ++i) {
+      int64_t begin, end;
+      visible(request, first + i, begin, end);
+      RowRange range{std::clamp<int64_t>(begin - start, 0, chunk.count),
+                     std::clamp<int64_t>(end - start, 0, chunk.count), nullptr};
+      if (masked) {
+        uint8_t* mask = scratch.masks.data() + i * kChunk;
+        const uint8_t* custom = args_.mask != nullptr
+                                    ? args_.mask + args_.mask_indptr[request] + (first + i) * p_.kv_len(request) + start
+                                    : nullptr;
+        for (int64_t j = 0; j < chunk.count; ++j)
+          mask[j] = chunk.k[j] != nullptr && (custom == nullptr || custom[j] != 0);
+        range.mask = mask;
+      }
+      for (int64_t g = 0; g < group; ++g) scratch.ranges[static_cast<size_t>(i * group + g)] = range;
+    }
+  }
+
+  const AttentionProblem& p_;
+  const ExtendArguments& args_;
+  int64_t positions_per_tile_;
+  BadSlot bad_;
+};
+
+void check_mask(const Tensor& mask, const Tensor& mask_indptr, const AttentionProblem& p, const int32_t* qo_indptr) {
+  check_vector(mask, ScalarType::Bool, -1, kOp, "custom_mask");
+  check_vector(mask_indptr, ScalarType::Int, -1, kOp, "mask_indptr");
+  STD_TORCH_CHECK(mask_indptr.size(0) >= p.requests, kOp, ": mask_indptr must have an entry per request (", p.requests,
+                  "), got ", mask_indptr.size(0));
+  const int32_t* first = data<int32_t>(mask_indptr);
+  for (int64_t b = 0; b < p.requests; ++b) {
+    const int64_t size = (qo_indptr[b + 1] - qo_indptr[b]) * p.kv_len(b);
+    STD_TORCH_CHECK(first[b] >= 0 && first[b] + size <= mask.size(0), kOp, ": custom_mask must have ", size,
+                    " entries from mask_indptr[", b, "] = ", first[b], " on, it has ", mask.size(0), " in all");
+  }
+}
+
+}  // namespace
+
+void extend_attention(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k_cache,
+                      const Tensor& v_cache, const Tensor& qo_indptr, const Tensor& kv_indptr, const Tensor& kv_indices,
+                      const OptionalTensor& custom_mask, const OptionalTensor& mask_indptr, const OptionalTensor& sinks,
+                      bool causal, double sm_scale, double logit_cap, int64_t window_left, double k_scale,
+                      double v_scale) {
+  const AttentionProblem p = make_problem(kOp, out, lse, q, k_cache, v_cache, kv_indptr, kv_indices, sinks, sm_scale,
+                                          logit_cap, window_left, k_scale, v_scale);
+  check_vector(qo_indptr, ScalarType::Int, p.requests + 1, kOp, "qo_indptr");
+  const int32_t* q_bound = data<int32_t>(qo_indptr);
+  for (int64_t b = 0; b < p.requests; ++b) {
+    STD_TORCH_CHECK(0 <= q_bound[b] && q_bound[b] <= q_bound[b + 1], kOp, ": qo_indptr must not descend, got ",
+                    q_bound[b], " before ", q_bound[b + 1]);
+  }
+  STD_TORCH_CHECK(q_bound[p.requests] <= p.rows, kOp, ": qo_indptr ends at ", q_bound[p.requests], ", beyond the ",
+                  p.rows, " rows of q");
+  STD_TORCH_CHECK(custom_mask.has_value() == mask_indptr.has_value(), kOp,
+                  ": custom_mask and mask_indptr must be given together");
+  if (custom_mask) check_mask(*custom_mask, *mask_indptr, p, q_bound);
+  const ExtendArguments args{q_bound, custom_mask ? data<uint8_t>(*custom_mask) : nullptr,
+                             mask_indptr ? data<int32_t>(*mask_indptr) : nullptr, causal};
+  dispatch_float(k_cache.scalar_type(), kOp, "k_cache", [&](auto tag) { Extend<decltype(tag)>(p, args).run(); });
+}
+
+}  // namespace gristmill
