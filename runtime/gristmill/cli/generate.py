@@ -19,8 +19,6 @@ from gristmill.options import Options
 if TYPE_CHECKING:
     from gristmill.engine import Engine
 
-SKIP = SERVER_ONLY - {"max_queued"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="prompt, - for standard input; may be given several times")
@@ -28,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, default=1, metavar="INT", help="choices per prompt (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per choice instead of the text")
     add_sampling(parser, max_tokens=128)
-    add_options(parser, SKIP)
+    add_options(parser, SERVER_ONLY)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = options_from(arguments, skip=SKIP, log_level="warning")
+    options = options_from(arguments, skip=SERVER_ONLY, log_level="warning")
     if not arguments.prompt:
         raise OptionError("a prompt is missing: -p TEXT, or -p - to read standard input")
     prompts: list[Any] = [sys.stdin.read() if prompt == "-" else prompt for prompt in arguments.prompt]

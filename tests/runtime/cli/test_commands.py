@@ -1,0 +1,116 @@
+"""The commands without a server: generate, chat, models and doctor, with model M on plain pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gristmill.cli import chat, doctor
+from gristmill.cli.main import main
+
+from tests.support.tiny_model import make_tiny_model
+
+SMALL = ("--dtype=float32", "--pool-tokens=1024", "--threads=1", "--temperature=0", "--max-tokens=6")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("commands") / "M")
+
+
+def run(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "gristmill", *words], input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def test_generate_prints_the_same_text_from_an_argument_and_from_stdin(model: Path) -> None:
+    given = run("generate", str(model), "-p", "Name two rivers", *SMALL)
+    assert given.returncode == 0 and given.stdout.endswith("\n") and len(given.stdout) > 3, given.stderr
+    read = run("generate", str(model), "-p", "-", *SMALL, stdin="Name two rivers")
+    assert (read.returncode, read.stdout) == (0, given.stdout)
+    assert "INFO" not in given.stderr
+
+
+def test_generate_prints_one_json_object_per_choice(model: Path) -> None:
+    done = run("generate", str(model), "-p", "a", "--prompt=b", "-n", "2", "--json", "--seed=3", *SMALL)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(record["prompt"], record["index"]) for record in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(record["usage"]["completion_tokens"] == len(record["ids"]) <= 6 for record in records)
+
+
+def test_chat_answers_each_line_and_remembers_until_reset(model: Path) -> None:
+    done = run(
+        "chat", str(model), "--system", "be brief", *SMALL, stdin="Name two rivers\n/reset\nName two rivers\n\n/help\n/exit\nnot read\n"
+    )
+    assert done.returncode == 0, done.stderr
+    answer = done.stdout[: len(done.stdout) // 2]
+    assert chat._HELP in done.stdout and answer
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["generate", "M"], 2, "a prompt is missing"),
+        (["generate", "/nowhere", "-p", "x"], 1, "MODEL '/nowhere' does not exist"),
+        (["generate", "M", "-p", "x", "--max-tokens=many"], 2, "must be a whole number, not 'many'"),
+        (["generate", "M", "-p", "x", "--port=80"], 2, "unknown option --port"),
+        (["chat", "--url", "ftp://x"], 2, "--url must begin with http"),
+        (["chat", "--url", "http://127.0.0.1:9"], 1, "cannot reach http://127.0.0.1:9"),
+        (["chat"], 2, "MODEL is missing"),
+        (["doctor", "--brif"], 2, "did you mean --brief"),
+    ],
+)
+def test_a_command_that_cannot_be_done_is_one_line(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+def test_a_reader_that_leaves_ends_generate_quietly(model: Path) -> None:
+    command = [sys.executable, "-m", "gristmill", "generate", str(model), "-p", "x", "--dtype=float32", "--max-tokens=300", "--threads=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(60) in (0, 141) and "Traceback" not in errors, errors
+    process.stderr.close()
+
+
+def test_models_lists_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    assert "smollm2-135m" in capsys.readouterr().out
+
+
+def test_doctor_gives_a_reason_on_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    findings = [line.split(None, 2) for line in lines[:-1]]
+    assert all(finding[0] in ("ok", "warn", "fail") and len(finding) == 3 for finding in findings), lines
+    assert code == (1 if any(finding[0] == "fail" for finding in findings) else 0)
+    for what in ("python", "cores", "memory", "torch", "kernels", "sockets", "model", "hub"):
+        assert any(finding[1] == what for finding in findings), what
+    assert lines[-1].startswith("doctor: ")
+
+
+def test_doctor_names_what_fails_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise RuntimeError("planted\nfault")
+
+    monkeypatch.setattr(doctor.resources, "cpu_count", broken)
+    assert main(["doctor", "--brief"]) == 1
+    shown = capsys.readouterr().out
+    assert "fail  cores" in shown and "RuntimeError: planted" in shown and "something needed does not work" in shown
+
+
+def test_doctor_finds_a_tmp_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    (finding,) = doctor._sockets()
+    assert finding.status == "fail" and "set TMPDIR" in finding.reason
