@@ -43,12 +43,13 @@ def test_generate_prints_one_json_object_per_choice(model: Path) -> None:
 
 
 def test_chat_answers_each_line_and_remembers_until_reset(model: Path) -> None:
-    done = run(
-        "chat", str(model), "--system", "be brief", *SMALL, stdin="Name two rivers\n/reset\nName two rivers\n\n/help\n/exit\nnot read\n"
-    )
+    lines = ("Name two rivers", "/reset", "Name two rivers", "", "/help", "Name two rivers", "/exit", "not read")
+    done = run("chat", str(model), "--system", "be brief", *SMALL, stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
-    answer = done.stdout[: len(done.stdout) // 2]
-    assert chat._HELP in done.stdout and answer
+    before, after = done.stdout.split(chat._HELP + "\n")
+    first, second = before[: len(before) // 2], before[len(before) // 2 :]
+    assert first == second and len(first) > 3  # the same question without a past
+    assert after != first  # and with one
 
 
 @pytest.mark.parametrize(
