@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # the first test here waits for the wheel to be compiled
+
 ONE_OP = """
 import json, sys, torch
 import gristmill_kernels
 from gristmill_kernels import capabilities, rms_norm
-
-pytestmark = pytest.mark.timeout(900)  # the first test here waits for the wheel to be compiled
 x, w = torch.randn(5, 64), torch.randn(64)
 expected = (x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * w.double()).float()
 error = (rms_norm(x, w) - expected).abs().max().item()
