@@ -6,6 +6,7 @@ lives anywhere but in the loop's `pending` and in the scheduler's own accounting
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -59,9 +60,10 @@ def event_loop(scheduler: Scheduler, io: LoopIO, depth: int, tracer: NullTracer 
         io.drain()
         if scheduler.finished:
             return
-        with tracer.span("plan", step=scheduler.stats.sent_step + 1):
-            step = scheduler.plan()
+        start = time.monotonic()
+        step = scheduler.plan()
         if step is not None:
+            tracer.complete("plan", start, time.monotonic(), step=step.step, rows=step.req_slot.size)
             io.send_step(step)
             pending.append(step)
         io.publish(scheduler.take())
@@ -85,11 +87,12 @@ def event_loop(scheduler: Scheduler, io: LoopIO, depth: int, tracer: NullTracer 
 
 def _apply_oldest(scheduler: Scheduler, io: LoopIO, pending: deque[Step], tracer: NullTracer, return_on_input: bool = False) -> bool:
     """Receive and apply the result of the oldest step; False when something else is to be done first."""
-    with tracer.span("recv", step=pending[0].step):
-        result = io.recv_result(return_on_input)
+    start = time.monotonic()
+    result = io.recv_result(return_on_input)
     if result is None:
         return False
     step = pending.popleft()
+    tracer.complete("recv", start, time.monotonic(), step=step.step)
     with tracer.span("apply", step=step.step):
         out = scheduler.apply(step, result)
     io.publish([out] if out is not None else [])
