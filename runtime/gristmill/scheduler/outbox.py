@@ -60,7 +60,14 @@ class Outbox:
         """Everything about choices since the last call as one Out, or None when there is nothing."""
         if not (self._opens or self._idx or self._closes or self._logprobs):
             return None
-        out = Out(open=self._opens, idx=_join(self._idx), tok=_join(self._tok), logprobs=self._logprobs, close=self._closes, cached=ints(self._cached))
+        out = Out(
+            open=self._opens,
+            idx=_join(self._idx),
+            tok=_join(self._tok),
+            logprobs=self._logprobs,
+            close=self._closes,
+            cached=ints(self._cached),
+        )
         self._free += [closed.idx for closed in self._closes]
         replies = self._replies
         self._reset()

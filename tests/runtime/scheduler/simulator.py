@@ -250,6 +250,7 @@ class _Choice:
     reason: str | None = None
     code: str | None = None
     cached: int = 0
+    told_cached: int = -1
 
 
 class FakeIO:
@@ -372,6 +373,10 @@ class FakeIO:
         for opened in out.open:
             assert opened.idx not in self.open, f"idx {opened.idx} was given out while it is open"
             self.open[opened.idx] = opened.rid
+        for idx, n_cached in zip(out.cached[::2].tolist(), out.cached[1::2].tolist()):
+            choice = self.choices[self.open[idx]]
+            assert not choice.tokens and choice.told_cached < 0, "what was cached is told once, and before the first token"
+            choice.told_cached = n_cached
         for idx, token in zip(out.idx.tolist(), out.tok.tolist()):
             self.choices[self.open[idx]].tokens.append(token)
         for block in out.logprobs:
@@ -396,6 +401,7 @@ class FakeIO:
             tokens, reason = solo(submit, self.case)
             assert choice.reason is not None, f"request {rid} was never closed"
             assert choice.cached <= max(0, n - 1)
+            assert choice.told_cached == choice.cached or (not choice.tokens and choice.cached == 0)
             totals[f"closed by {choice.code or choice.reason}"] += 1
             if choice.code in ("queue_full", "context_length_exceeded"):
                 assert not choice.tokens
