@@ -129,7 +129,7 @@ class FakeEngine:
                 state = (self._say_ready.is_set(), len(self._running))
                 if state != told:
                     told = state
-                    outbox.send(Stats(ready=state[0], running=state[1], pool_total=self.pool_tokens))
+                    outbox.send(self._stats())
         finally:
             inbox.close()
             outbox.close()
@@ -151,9 +151,15 @@ class FakeEngine:
             running = self._running.pop(message.rid, None)
             if running is not None:
                 outbox.send(Out(close=[self._close(running, "stop" if message.reason == "stop" else "abort")]))
+        elif isinstance(message, Control) and message.op == "stats":
+            outbox.send(self._stats())
+            outbox.send(Reply(message.seq, result={}))
         elif isinstance(message, Control):
             error = "busy" if message.op == "flush" and self._running else None
             outbox.send(Reply(message.seq, result={"shutdown": True} if message.op == "shutdown" else {"freed_tokens": 0}, error=error))
+
+    def _stats(self) -> Stats:
+        return Stats(ready=self._say_ready.is_set(), running=len(self._running), pool_total=self.pool_tokens)
 
     def _close(self, running: _Running, reason: str) -> Close:
         self._free.append(running.idx)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -54,10 +53,8 @@ async def server_info(request: Request) -> Response:
     state = server_state(request)
     manager = state.manager
     options = {name: getattr(state.options, name) for name in state.options.__dataclass_fields__ if name not in _PRIVATE_OPTIONS}
-    stats = msgspec.to_builtins(manager.stats)
-    stats.pop("type", None)
-    # the message leaves out what is at its default
-    stats = {name: stats.get(name, getattr(manager.stats, name)) for name in manager.stats.__struct_fields__}
+    newest = await manager.refresh_stats()
+    stats = {name: getattr(newest, name) for name in newest.__struct_fields__}
     return _json(
         {
             "version": gristmill.__version__,
@@ -75,7 +72,9 @@ async def server_info(request: Request) -> Response:
 
 
 async def render_metrics(request: Request) -> Response:
-    return Response(server_state(request).metrics.render(), media_type=metrics.CONTENT_TYPE)
+    state = server_state(request)
+    await state.manager.refresh_stats()
+    return Response(state.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 
 async def flush_cache(request: Request) -> Response:

@@ -107,9 +107,12 @@ class Guard:
 
     def __init__(self, specials: Iterable[str]) -> None:
         self._specials = sorted({s for s in specials if len(s) > 1}, key=len, reverse=True)
-        # A lookahead finds overlapping occurrences too.
-        alternatives = "|".join(map(re.escape, self._specials))
-        self._inside = re.compile(f"(?=({alternatives}))") if alternatives else None
+        rests: dict[str, list[str]] = {}
+        for special in self._specials:
+            rests.setdefault(special[0], []).append(re.escape(special[1:]))
+        # A lookahead finds overlapping occurrences too; in front of it, one of very few characters lets the search skip ahead.
+        alternatives = "|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+        self._inside = re.compile(alternatives) if alternatives else None
         self._longest = max(map(len, self._specials), default=0)
         self._prefixes = {s[:i] for s in self._specials for i in range(1, len(s))}
         self._suffixes = {s[i:] for s in self._specials for i in range(1, len(s))}
@@ -140,7 +143,7 @@ class Guard:
 
     def _mark_inside(self, text: str, mark: str) -> str:
         assert self._inside is not None
-        cuts = [match.start() + 1 for match in self._inside.finditer(text)]
+        cuts = [match.end() for match in self._inside.finditer(text)]
         return mark.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])) if cuts else text
 
     def _mark_text(self, text: str, mark: str) -> str:

@@ -6,6 +6,7 @@ Everything runs on one asyncio loop: the one that `start` is called on. No threa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import uuid
@@ -153,9 +154,8 @@ class TokenizerManager:
     @property
     def limits(self) -> Limits:
         context = self.config.options.context_length or self.model_config.context_length
-        if self.stats.max_context:
-            context = min(context, self.stats.max_context)
-        return Limits(min(self.tokenizer.vocab_size, self.model_config.vocab_size), context, self.stats.pool_total)
+        vocab_size = min(self.tokenizer.vocab_size, self.model_config.vocab_size)
+        return Limits(vocab_size, min(context, self.stats.max_context or context), self.stats.pool_total, context)
 
     # --- requests
 
@@ -227,6 +227,13 @@ class TokenizerManager:
         if reply.error is not None:
             raise EngineUnavailable(reply.error, status=409)
         return reply.result or {}
+
+    async def refresh_stats(self, timeout_s: float = 0.5) -> Stats:
+        """The scheduler's statistics of this moment; the newest known ones when it does not answer in time."""
+        if self.ready:
+            with contextlib.suppress(EngineUnavailable):
+                await self.control("stats", timeout_s=timeout_s)  # they arrive ahead of the reply
+        return self.stats
 
     # --- messages
 

@@ -36,11 +36,19 @@ class RequestError(GristmillError):
 @dataclass(frozen=True)
 class Limits:
     """`vocab_size`: ids that both tokenizer and model have; `context_length`: most tokens of prompt and output together;
-    `pool_tokens`: longest prompt for which there are token slots (0: not known)."""
+    `pool_tokens`: longest prompt for which there are token slots (0: not known); `model_context`: the context before the worker
+    cut it to its pool (0: the same)."""
 
     vocab_size: int
     context_length: int
     pool_tokens: int = 0
+    model_context: int = 0
+
+    @property
+    def context_sentence(self) -> str:
+        if self.model_context > self.context_length:
+            return f"this model's context of {self.model_context} tokens is cut to {self.context_length} by the size of the KV pool"
+        return f"this model's context is {self.context_length} tokens"
 
 
 def check_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
@@ -92,7 +100,7 @@ def check_logit_bias(bias: Mapping[str, float] | Mapping[int, float], limits: Li
 def too_long(at_least: int, limits: Limits, prompt_name: str = "prompt") -> RequestError:
     """For a prompt that was not even encoded."""
     return RequestError(
-        f"this model's context is {limits.context_length} tokens; the prompt has at least {at_least}",
+        f"{limits.context_sentence}; the prompt has at least {at_least}",
         prompt_name,
         code="context_length_exceeded",
     )
@@ -110,7 +118,7 @@ def check_length(
     if n_prompt + (1 if max_tokens is None else max_tokens) > context:
         wanted = "no token is left to generate" if max_tokens is None else f"{max_tokens_name} asks for {_short(max_tokens)} more"
         raise RequestError(
-            f"this model's context is {context} tokens; the prompt has {n_prompt} and {wanted}",
+            f"{limits.context_sentence}; the prompt has {n_prompt} tokens and {wanted}",
             prompt_name if n_prompt >= context else max_tokens_name,
             code="context_length_exceeded",
         )

@@ -72,6 +72,13 @@ def test_lengths() -> None:
     assert check_sampling(LIMITS, 256, max_tokens=0).max_tokens == 0
 
 
+def test_a_context_that_the_pool_cuts_names_both() -> None:
+    with pytest.raises(RequestError) as error:
+        check_sampling(Limits(600, 256, 256, 512), 300, max_tokens=1)
+    assert error.value.code == "context_length_exceeded"
+    assert all(word in str(error.value) for word in ("300", "256", "512", "pool"))
+
+
 @pytest.mark.parametrize("stops", [[""], ["a", ""], ["x" * 1025], ["a"] * 33])
 def test_stops_are_limited(stops: list[str]) -> None:
     with pytest.raises(RequestError) as error:
