@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from gristmill_kernels import attention as kernels
+from gristmill_kernels import attention as _kernels  # noqa: F401 (registers the implementations)
 from gristmill_kernels import dispatch
 
 from gristmill.attention.base import AttentionBackend, AttentionLayer
@@ -16,13 +16,14 @@ from gristmill.worker.kv_pool import KVPool
 
 
 class _Metadata(NamedTuple):
-    """CSR lists of the step: query offsets (extend only), KV offsets and KV slots per row, and the decode plan with its workspace."""
+    """CSR lists of the step: query offsets (extend only), KV offsets and KV slots per row.
+
+    There is no decode plan: on the CPU threads take work items one by one, and the kernel lists the items itself faster than Python could.
+    """
 
     qo_indptr: torch.Tensor | None
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
-    plan: torch.Tensor | None
-    workspace: torch.Tensor | None
 
 
 @register("cpu")
@@ -56,16 +57,11 @@ class CpuBackend(AttentionBackend):
         kv_indptr = torch.empty(rows + 1, dtype=torch.int32)
         kv_indices = torch.empty(int(batch.host_kv_lens.sum()), dtype=torch.int32)
         self._kv_indices(kv_indptr, kv_indices, batch.req_to_token, batch.req_slots, batch.kv_lens, None)
-        if batch.is_decode:
-            config = self.config
-            plan = kernels.plan_decode(
-                kv_indptr, config.num_heads, config.num_kv_heads, config.head_dim, num_workers=torch.get_num_threads()
-            )
-            batch.attention = _Metadata(None, kv_indptr, kv_indices, plan.schedule, plan.workspace)
-        else:
+        qo_indptr = None
+        if not batch.is_decode:
             qo_indptr = torch.empty(rows + 1, dtype=torch.int32)
             self._qo_indptr(qo_indptr, batch.q_lens)
-            batch.attention = _Metadata(qo_indptr, kv_indptr, kv_indices, None, None)
+        batch.attention = _Metadata(qo_indptr, kv_indptr, kv_indices)
 
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
@@ -86,7 +82,7 @@ class CpuBackend(AttentionBackend):
         self._store(k_cache, v_cache, k, v, batch.out_slots)
         self._decode(
             out, None, q, k_cache, v_cache, meta.kv_indptr, meta.kv_indices,
-            None, meta.plan, meta.workspace, layer.sm_scale, 0.0, layer.window_left, 1.0, 1.0,
+            None, None, None, layer.sm_scale, 0.0, layer.window_left, 1.0, 1.0,
         )  # fmt: skip
 
     def families(self) -> dict[str, str]:

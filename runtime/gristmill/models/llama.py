@@ -1,10 +1,13 @@
 """The Llama family: pre-norm decoder with grouped-query attention, rotary positions and a gated MLP. Qwen2 and Qwen3 derive from it.
 
 A forward pass writes into the buffers of an Activations set instead of allocating, and every residual addition is fused with the norm
-that follows it; the layers therefore exchange (normed, residual) pairs.
+that follows it; the layers therefore exchange (normed, residual) pairs. Modules keep the `forward` of their children as plain
+attributes: at batch 1 a module call through nn.Module costs as much as a small kernel.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import nn
@@ -60,7 +63,7 @@ class LlamaAttention(nn.Module):
         self.qkv = Linear(config.hidden_size, (q, kv, kv), ops, dtype, bias=config.attention_bias)
         self.out = Linear(q, (config.hidden_size,), ops, dtype, bias=config.attention_out_bias)
         self.layer = AttentionLayer.of(config, index)
-        self._rope = ops.apply_rope
+        self._qkv, self._out, self._rope = self.qkv.forward, self.out.forward, ops.apply_rope
 
     def targets(self, prefix: str) -> Targets:
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
@@ -70,13 +73,13 @@ class LlamaAttention(nn.Module):
         """Per-head norms of q and k; Llama has none."""
 
     def forward(self, act: Activations, batch: ForwardBatch, backend: AttentionBackend, cos_sin: torch.Tensor) -> None:
-        self.qkv(act.hidden, act.qkv)
-        q, k, v = act.q, act.k, act.v
+        self._qkv(act.hidden, act.qkv)
+        q, k = act.q, act.k
         self.normalise(q, k)
         self._rope(q, k, batch.positions, cos_sin, True)
         attend = backend.forward_decode if batch.is_decode else backend.forward_extend
-        attend(q, k, v, self.layer, batch, act.attention_heads)
-        self.out(act.attention, act.hidden)
+        attend(q, k, act.v, self.layer, batch, act.attention_heads)
+        self._out(act.attention, act.hidden)
 
 
 class LlamaMLP(nn.Module):
@@ -87,15 +90,15 @@ class LlamaMLP(nn.Module):
         inner = config.intermediate_size
         self.gate_up = Linear(config.hidden_size, (inner, inner), ops, dtype, bias=config.mlp_bias)
         self.down = Linear(inner, (config.hidden_size,), ops, dtype, bias=config.mlp_bias)
-        self._activate = ops.silu_and_mul
+        self._gate_up, self._activate, self._down = self.gate_up.forward, ops.silu_and_mul, self.down.forward
 
     def targets(self, prefix: str) -> Targets:
         return self.gate_up.targets([f"{prefix}.gate_proj", f"{prefix}.up_proj"]) | self.down.targets([f"{prefix}.down_proj"])
 
     def forward(self, act: Activations) -> None:
-        self.gate_up(act.hidden, act.gate_up)
+        self._gate_up(act.hidden, act.gate_up)
         self._activate(act.inner, act.gate_up)
-        self.down(act.inner, act.hidden)
+        self._down(act.inner, act.hidden)
 
 
 class LlamaLayer(nn.Module):
@@ -109,6 +112,7 @@ class LlamaLayer(nn.Module):
         self.attention = self.attention_class(config, index, ops, dtype)
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_eps, ops, dtype)
         self.mlp = LlamaMLP(config, ops, dtype)
+        self._attend, self._add_and_norm, self._mix = self.attention.forward, self.post_attention_norm.add_and_norm, self.mlp.forward
 
     def targets(self, prefix: str) -> Targets:
         return (
@@ -119,9 +123,9 @@ class LlamaLayer(nn.Module):
         )
 
     def forward(self, act: Activations, batch: ForwardBatch, backend: AttentionBackend, cos_sin: torch.Tensor) -> None:
-        self.attention(act, batch, backend, cos_sin)
-        self.post_attention_norm.add_and_norm(act.hidden, act.residual)
-        self.mlp(act)
+        self._attend(act, batch, backend, cos_sin)
+        self._add_and_norm(act.hidden, act.residual)
+        self._mix(act)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -139,7 +143,9 @@ class LlamaForCausalLM(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, ops, dtype)
         # each layer with the norm that follows it: the next layer's input norm, the final norm after the last
-        self._pairs = list(zip(layers, [*(layer.input_norm for layer in layers[1:]), self.norm], strict=True))
+        norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        self._pairs = [(layer.forward, norm.add_and_norm) for layer, norm in zip(layers, norms, strict=True)]
+        self._first_norm = layers[0].input_norm.forward
         self.head = Linear(config.hidden_size, (config.vocab_size,), ops, dtype)
         self.cos_sin = torch.empty(0)
         if config.rope_scaling is None or config.rope_scaling["rope_type"] != "freq_factors":
@@ -150,7 +156,7 @@ class LlamaForCausalLM(nn.Module):
     def targets(self) -> Targets:
         """Every tensor that a checkpoint with separate embedding and head holds; loading.weights drops what a tied one lacks."""
         found = self.embedding.targets("model.embed_tokens")
-        for i, (layer, _) in enumerate(self._pairs):
+        for i, layer in enumerate(cast(list[LlamaLayer], self.layers)):
             found |= layer.targets(f"model.layers.{i}")
         found |= self.norm.targets("model.norm") | self.head.targets(["lm_head"])
         if self.config.rope_scaling is not None and self.config.rope_scaling["rope_type"] == "freq_factors":
@@ -164,11 +170,12 @@ class LlamaForCausalLM(nn.Module):
         """Final hidden states [T, hidden] of `batch`; the buffer is reused by the next call."""
         act = self._activations_for(batch.num_tokens)
         self.embedding(batch.input_ids, act.residual)
-        self._pairs[0][0].input_norm(act.residual, act.hidden)
+        self._first_norm(act.residual, act.hidden)
         cos_sin = self.cos_sin
-        for layer, next_norm in self._pairs:
+        hidden, residual = act.hidden, act.residual
+        for layer, add_and_norm in self._pairs:
             layer(act, batch, backend, cos_sin)
-            next_norm.add_and_norm(act.hidden, act.residual)
+            add_and_norm(hidden, residual)
         return act.hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,14 @@ class Qwen3Attention(LlamaAttention):
         super().__init__(config, index, ops, dtype)
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps, ops, dtype)
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps, ops, dtype)
+        self._q_norm, self._k_norm = self.q_norm.forward, self.k_norm.forward
 
     def targets(self, prefix: str) -> Targets:
         return super().targets(prefix) | self.q_norm.targets(f"{prefix}.q_norm") | self.k_norm.targets(f"{prefix}.k_norm")
 
     def normalise(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        self.q_norm(q, q)
-        self.k_norm(k, k)
+        self._q_norm(q, q)
+        self._k_norm(k, k)
 
 
 class Qwen3Layer(LlamaLayer):

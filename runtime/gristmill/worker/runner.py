@@ -119,10 +119,12 @@ class ModelRunner:
         batch = self.tables.batch(step)
         self.backend.prepare(batch)
         hidden = self.model(batch, self.backend)
-        last = batch.host_q_lens.cumsum() - 1  # index of each row's last token in the batch
         if len(done.rows) == batch.num_tokens:
             done.logits = self.model.logits(hidden)
-        elif len(done.rows):
+            if batch.is_decode:  # every row makes a token: no prompt is being scored
+                return
+        last = batch.host_q_lens.cumsum() - 1  # index of each row's last token in the batch
+        if done.logits is None and len(done.rows):
             done.logits = self.model.logits(hidden[torch.from_numpy(last[done.rows])])
         for row, slot in enumerate(step.req_slot.tolist()):
             state = self.sampling.of(slot)

@@ -24,6 +24,7 @@ class RequestTables:
         # zeros from calloc: memory is taken as rows are used
         self.tokens = np.zeros((max_reqs, self.width), np.int32)
         self.kv_slots = np.zeros((max_reqs, self.width), np.int32)
+        self._admitted = np.zeros(max_reqs, bool)
         self.req_to_token = torch.from_numpy(self.kv_slots)
         self._flat_tokens, self._flat_slots = self.tokens.reshape(-1), self.kv_slots.reshape(-1)
 
@@ -31,6 +32,7 @@ class RequestTables:
         if not 0 <= new.req_slot < self.max_reqs or len(new.ids) > self.max_context:
             raise ProtocolError(f"request slot {new.req_slot} with {len(new.ids)} ids does not fit {self.max_reqs} x {self.max_context}")
         self.tokens[new.req_slot, : len(new.ids)] = new.ids
+        self._admitted[new.req_slot] = True
 
     def apply_writes(self, step: Step) -> None:
         offset = 0
@@ -48,6 +50,8 @@ class RequestTables:
         slots, q_lens, kv_lens = (np.array(column, np.int32) for column in (step.req_slot, step.q_len, step.kv_len))
         if (q_lens < 1).any() or (q_lens > kv_lens).any() or (kv_lens > self.max_context).any():
             raise ProtocolError(f"step {step.step} has a row outside its request: q_len {q_lens.tolist()}, kv_len {kv_lens.tolist()}")
+        if not self._admitted[slots].all():
+            raise ProtocolError(f"step {step.step} has a request slot that was never admitted among {slots.tolist()}")
         is_decode = bool((q_lens == 1).all())
         if is_decode:
             positions, owners = kv_lens - 1, slots

@@ -159,7 +159,7 @@ def test_stop_ends_an_idle_worker(model_dir, start):
     ("messages", "words"),
     [
         ([prefill(0, range(9)), decode(2, 10, 9)], "step 2 came after step 0"),
-        ([decode(0, 1, 0)], "slot 0 was never admitted"),
+        ([decode(0, 1, 0)], "never admitted among [0]"),
         ([prefill(0, range(9), needs_mask=True), decode(1, 10, 9)], "needs a mask, was a Step"),
         ([Mask(0, ints(), ints())], "received a Mask"),
         ([prefill(0, range(600))], "does not fit 8 x 512"),
