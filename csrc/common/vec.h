@@ -47,7 +47,7 @@ inline vf vfma(vf a, vf b, vf c) {
 #elif defined(GRISTMILL_AVX2)
   return _mm256_fmadd_ps(a, b, c);
 #else
-  vf r;
+  vf r = {};
   for (int i = 0; i < kLanes; ++i) {
 #if defined(__FMA__) || defined(__aarch64__)
     r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -80,7 +80,7 @@ inline vf vround(vf x) {
 #elif defined(GRISTMILL_AVX2)
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  vf r;
+  vf r = {};
   for (int i = 0; i < kLanes; ++i) r[i] = __builtin_rintf(x[i]);
   return r;
 #endif
