@@ -107,10 +107,6 @@ def _flush_in_use(flush: Any) -> Any:
     return faulty
 
 
-def _ignore_extra_key(acquire: Any) -> Any:
-    return lambda self, ids, extra_key: acquire(self, ids[:-1] if len(ids) > 1 and extra_key else ids, "")
-
-
 def _apply_by_slot(apply: Any) -> Any:
     """Takes the results in the order of request slots instead of rows."""
 
