@@ -98,6 +98,7 @@ class TokenizerManager:
         self.stats = Stats()
         self.failure = ""
         # asyncio contexts make sockets whose calls return futures; the edges need plain ones
+        self._given_context = context  # a shadow does not keep it alive
         self._context: zmq.Context = zmq.Context.shadow(context.underlying)
         self._open: dict[str, tuple[Generation, int]] = {}
         self._controls: dict[int, asyncio.Future[Reply]] = {}

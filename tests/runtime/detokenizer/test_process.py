@@ -245,7 +245,7 @@ def test_the_process_runs_until_the_shutdown_reply_has_passed() -> None:
 
 def test_processes_a_and_c_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
     code = (
-        "import sys, gristmill.detokenizer.process, gristmill.server.app, gristmill.tokenizer.manager\n"
+        "import sys, gristmill.detokenizer.process, gristmill.serving, gristmill.server.app, gristmill.tokenizer.manager\n"
         "from gristmill.tokenizer.tokenizer import load_tokenizer; load_tokenizer('null:0').apply_chat_template([])\n"
         "bad = {'torch', 'transformers'} & set(sys.modules); assert not bad, bad"
     )

@@ -73,6 +73,20 @@ def test_an_asyncio_context_serves_as_well(tiny_model: Path) -> None:
         asyncio.run(main())
 
 
+def test_the_manager_keeps_its_context_alive(tiny_model: Path) -> None:
+    import gc
+
+    with FakeEngine(tiny_model) as engine:
+        manager = TokenizerManager(engine.config, zmq.Context(), engine.tokenizer, engine.model_config)
+        gc.collect()
+
+        async def main() -> None:
+            await manager.start()
+            await manager.close()
+
+        asyncio.run(main())
+
+
 def test_an_aborted_request_ends_at_once(tiny_model: Path) -> None:
     async def body(manager: TokenizerManager) -> None:
         generation = request(manager, 3, 400)
