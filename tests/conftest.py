@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+# Spinning OpenMP threads make tests many times slower wherever something else runs beside them; read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# before torch is loaded: threads that spin while they wait make tests on a shared machine ten times slower
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))

@@ -24,6 +24,7 @@ from gristmill.errors import GristmillError
 from gristmill.launch_child import GOODBYE, NAMES
 from gristmill.launch_config import LaunchConfig
 from gristmill.logs import escape
+from gristmill.resources import calm_thread_pools, cpu_count
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +176,6 @@ class Supervisor:
 
 
 def _child_environment(role: str, config: LaunchConfig) -> dict[str, str]:
-    from gristmill.resources import cpu_count
-
     environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     root = Path(gristmill.__file__).resolve().parents[1]
     if root.name not in ("site-packages", "dist-packages"):  # run from a source tree, perhaps found by the working directory alone
@@ -188,6 +187,7 @@ def _child_environment(role: str, config: LaunchConfig) -> dict[str, str]:
     threads = (config.options.threads or cpu_count()) if role == "worker" else 1
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment[variable] = str(threads)
+    calm_thread_pools(environment)
     return environment
 
 
