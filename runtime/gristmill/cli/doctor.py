@@ -145,19 +145,23 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _implementations(capabilities: dict[str, Any]) -> Iterator[Finding]:
-    """Which implementation the ops use; plain PyTorch where native code was to be expected is a warning with its reason."""
-    ops: dict[str, Any] = capabilities.get("ops", {})
+    """Which implementation the ops use on the CPU; plain PyTorch where native code was to be expected is a warning with its reason."""
     chosen: dict[str, list[str]] = {}
-    for name, op in ops.items():
-        chosen.setdefault(str(op.get("implementation") if isinstance(op, dict) else op), []).append(name)
-    if not chosen:
-        yield Finding(WARN, "ops", "capabilities() names no ops")
-        return
-    isa = capabilities.get("isa")
-    summary = ", ".join(f"{len(names)} {implementation}" for implementation, names in sorted(chosen.items()))
-    reasons = capabilities.get("fallback") or capabilities.get("reason") or capabilities.get("isa_reason")
-    plain = "native" not in chosen
-    yield Finding(WARN if plain else OK, "ops", f"{summary}; instruction set {isa}" + (f"; {reasons}" if plain and reasons else ""))
+    reasons: dict[str, None] = {}
+    for name, devices in capabilities["ops"].items():
+        for choice in devices.get("cpu", []):
+            chosen.setdefault(str(choice["implementation"]), []).append(f"{name} ({choice['dtype']})")
+            if choice["implementation"] == "reference":
+                reasons[str(choice["why"])] = None
+    native = capabilities["native"]
+    counts = ", ".join(f"{len(names)} {implementation}" for implementation, names in sorted(chosen.items()))
+    if native["isa"] is None:
+        yield Finding(WARN, "ops", f"plain PyTorch, several times slower: {native['reason']}")
+    elif "reference" in chosen:
+        names = ", ".join(chosen["reference"][:4])
+        yield Finding(WARN, "ops", f"instruction set {native['isa']}; {counts}; plain PyTorch for {names}: {'; '.join(list(reasons)[:2])}")
+    else:
+        yield Finding(OK, "ops", f"instruction set {native['isa']}; {counts} (op and dtype)")
 
 
 def _sockets() -> Iterator[Finding]:
