@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from gristmill import Engine
 from gristmill.catalogue import resolve_model
-
 from tests.support.oracle import GreedyRun, check_same, greedy, load_gguf_oracle
 from tests.support.prompts import PROMPTS
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from gristmill.messages import LogprobBlock, Mask, NewReq, Result, SamplingParams, Step, Write, ints
 from gristmill.options import Options
 from gristmill.worker.runner import ModelRunner

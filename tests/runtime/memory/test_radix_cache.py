@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from gristmill.memory.radix_cache import RadixCache
 from gristmill.memory.slots import SlotError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from gristmill.memory.req_table import ReqTable
 from gristmill.memory.slots import SlotError
 

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+
 from gristmill.memory.slots import SlotAllocator, SlotError
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+
 from gristmill.memory.radix_cache import RadixCache
 from gristmill.memory.req_table import ReqTable
 from gristmill.scheduler.admission import Admission

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+
 from gristmill.messages import EMIT_SAMPLE, NO_TOKEN, Close, Message, Out, Reply, Result, SamplingParams, Step, Submit, ints
 from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig
 

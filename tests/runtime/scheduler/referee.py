@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from gristmill.memory.radix_cache import Tree
 from gristmill.messages import EMIT_SAMPLE, Result, Step
 from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import zmq
+
 from gristmill.launch_config import LaunchConfig
 from gristmill.messages import EMIT_SAMPLE, NO_TOKEN, Control, Message, Out, Pool, Ready, Result, SamplingParams, Stats, Step, Submit, ints
 from gristmill.options import Options

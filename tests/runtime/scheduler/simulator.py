@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from gristmill.memory.radix_cache import native_tree
 from gristmill.messages import (
     EMIT_SAMPLE,
@@ -35,7 +36,6 @@ from gristmill.messages import (
 from gristmill.scheduler.loops import event_loop
 from gristmill.scheduler.request import Request
 from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig
-
 from tests.runtime.scheduler.referee import Referee, SpyTree
 
 VOCAB = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from gristmill.messages import SamplingParams, Submit, floats, ints
 from gristmill.scheduler.admission import INITIAL_RATIO, MAX_RATIO, MIN_RATIO, Admission, Limits, refuse, refuse_size
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from gristmill.messages import Out
 from gristmill.scheduler.scheduler import Scheduler
 from gristmill.trace import merge_traces
 from gristmill.worker import process as worker_process
-
 from tests.runtime.scheduler.rig import Rig
 
 STEPS = 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from gristmill.scheduler.policy import POLICIES, QueueEntry, fcfs, lpm
 
 QUEUE = [

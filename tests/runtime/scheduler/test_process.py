@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
+
 from gristmill.errors import ProtocolError
 from gristmill.messages import Control, Out, Reply, Stats, Text
-
 from tests.runtime.scheduler.rig import Rig
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from gristmill.errors import ProtocolError
 from gristmill.messages import EMIT_NONE, Abort, Control, Done, Result, Stats, ints
-
 from tests.runtime.scheduler.harness import EOS, Harness, expected
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
