@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from gristmill.layers.ops import TorchOps
 from gristmill.loading.config import load_config
 from gristmill.loading.weights import load_weights
 from gristmill.models.registry import build_model
-
 from tests.support.tiny_model import make_tiny_gguf, make_tiny_model
 
 

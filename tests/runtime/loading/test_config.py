@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+
 from gristmill.errors import ModelError
 from gristmill.loading.config import load_config
-
 from tests.support.tiny_model import make_tiny_gguf, make_tiny_model
 
 

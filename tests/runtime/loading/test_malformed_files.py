@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+
 from gristmill.errors import ModelError
 from gristmill.loading.config import load_config
 from gristmill.loading.safetensors import SafetensorsSource

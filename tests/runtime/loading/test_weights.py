@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
+
 from gristmill.errors import ModelError
 from gristmill.loading.config import load_config
 from gristmill.loading.gguf import GgufSource
 from gristmill.loading.gguf_file import GgufFile
 from gristmill.loading.safetensors import INDEX, SafetensorsSource
-from safetensors.numpy import load_file, save_file
-
 from tests.support.tiny_model import load_weights, make_tiny_gguf, make_tiny_model
 
 SECOND = "model-00002-of-00002.safetensors"
@@ -58,6 +58,26 @@ def test_gguf_is_dequantised_by_its_format(quantization, tmp_path):
         if value.ndim == 2:
             value = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind).reshape(value.shape)
         assert torch.equal(got[name], torch.from_numpy(np.asarray(value, np.float32))), name
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # random bytes make NaN scales
+@pytest.mark.parametrize("quantization", ["Q4_K", "Q6_K", "Q3_K", "IQ4_NL"])
+def test_gguf_formats_that_the_package_can_only_read(quantization, tmp_path, seed):
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[quantization]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (33 * 2, 512 // block * block_bytes), dtype=np.uint8)
+    folder = make_tiny_model(tmp_path / "m")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen2")
+    writer.add_tensor("blk.0.ffn_down.weight", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (values,) = read(GgufSource(GgufFile(tmp_path / "x.gguf"), load_config(folder))).values()
+    np.testing.assert_array_equal(values.numpy(), gguf.quants.dequantize(raw, kind))
 
 
 def test_gguf_without_an_output_matrix_is_tied(tmp_path, load):
