@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
+
+from gristmill_kernels import __version__
 
 
 def _table_rows(ops: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
@@ -49,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m gristmill_kernels", description="What gristmill_kernels can do on this machine, and why."
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--version", action="version", version=f"gristmill_kernels {__version__}")
     options = parser.parse_args(arguments)
     try:
         from gristmill_kernels._capabilities import capabilities
@@ -59,7 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ImportError, ValueError) as error:
         print(f"gristmill_kernels: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(report, indent=2) if options.json else format_report(report))
+    try:
+        print(json.dumps(report, indent=2) if options.json else format_report(report), flush=True)
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

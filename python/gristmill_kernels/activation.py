@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gristmill_kernels._registry import select
 from gristmill_kernels.checks import check_float, check_like, refuse_shape
+from gristmill_kernels.schema import norm_key
 
 
 def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -36,5 +37,5 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         torch.ops.gristmill.silu_and_mul(out, x)
     else:
-        select("silu_and_mul", (x.device.type, x.dtype))(out, x)
+        select("silu_and_mul", norm_key(x))(out, x)
     return out

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from gristmill_kernels._plan import DecodePlan, decode_workspace_size, plan_decode
 from gristmill_kernels._registry import select
-from gristmill_kernels.checks import check_float, check_like, check_vector, refuse_device, refuse_dtype, refuse_shape, refuse_value
+from gristmill_kernels.checks import (
+    check_float,
+    check_like,
+    check_vector,
+    is_dense,
+    refuse_device,
+    refuse_dtype,
+    refuse_shape,
+    refuse_value,
+    same_device,
+)
+from gristmill_kernels.schema import device_of, norm_key
 
 __all__ = ["DecodePlan", "decode_attention", "decode_workspace_size", "extend_attention", "merge_state", "plan_decode"]
 
@@ -18,40 +29,41 @@ def _check_pool(function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> t
     check_float(function, "q", q)
     check_float(function, "k_cache", k_cache)
     check_float(function, "v_cache", v_cache)
-    if q.dim() != 3:
+    q_shape, k_shape, v_shape = q.shape, k_cache.shape, v_cache.shape
+    if len(q_shape) != 3:
         raise refuse_shape(function, "q", q, "[rows, Hq, D]")
-    _, num_qo_heads, head_dim = q.shape
-    if k_cache.dim() != 3 or k_cache.shape[2] != head_dim:
+    _, num_qo_heads, head_dim = q_shape
+    if len(k_shape) != 3 or k_shape[2] != head_dim:
         raise refuse_shape(function, "k_cache", k_cache, f"[S, Hkv, {head_dim}] like q")
-    num_slots, num_kv_heads, _ = k_cache.shape
-    if v_cache.dim() != 3 or v_cache.shape[0] != num_slots or v_cache.shape[1] != num_kv_heads:
+    num_slots, num_kv_heads, _ = k_shape
+    if len(v_shape) != 3 or v_shape[0] != num_slots or v_shape[1] != num_kv_heads:
         raise refuse_shape(function, "v_cache", v_cache, f"[{num_slots}, {num_kv_heads}, Dv] like k_cache")
     if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
         raise refuse_value(function, "the number of query heads", num_qo_heads, f"a multiple of the {num_kv_heads} KV heads")
-    device, dtype, cache_dtype = q.device, q.dtype, k_cache.dtype
+    dtype, cache_dtype = q.dtype, k_cache.dtype
     if cache_dtype is not dtype:
         raise refuse_dtype(function, "k_cache", k_cache, "the dtype of q")
     if v_cache.dtype is not dtype:
         raise refuse_dtype(function, "v_cache", v_cache, "the dtype of q")
-    if k_cache.device != device:
-        raise refuse_device(function, "k_cache", k_cache, device)
-    if v_cache.device != device:
-        raise refuse_device(function, "v_cache", v_cache, device)
-    return (device.type, dtype, cache_dtype, head_dim, v_cache.shape[2], num_qo_heads, num_kv_heads)
+    if not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu):
+        for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if cache.device != q.device:
+                raise refuse_device(function, argument, cache, q)
+    return (device_of(q), dtype, cache_dtype, head_dim, v_shape[2], num_qo_heads, num_kv_heads)
 
 
 def _check_rows(function: str, q: Tensor, head_dim_v: int, sinks: Tensor | None, out: Tensor | None, lse: Tensor | None) -> Tensor:
     """Check what has one entry per query row or head; returns `out`, allocated when None."""
     rows, heads, _ = q.shape
     if sinks is not None:
-        check_vector(function, "sinks", sinks, torch.float32, heads, q.device, "[Hq]")
+        check_vector(function, "sinks", sinks, torch.float32, heads, q, "[Hq]")
     if lse is not None:
         if lse.dtype is not torch.float32:
             raise refuse_dtype(function, "lse", lse, "float32")
-        if lse.shape != (rows, heads) or (lse.stride(1) != 1 and heads > 1):
+        if lse.shape != (rows, heads) or not is_dense(lse):
             raise refuse_shape(function, "lse", lse, f"[rows, Hq] = ({rows}, {heads}) with contiguous rows")
-        if lse.device != q.device:
-            raise refuse_device(function, "lse", lse, q.device)
+        if not same_device(lse, q):
+            raise refuse_device(function, "lse", lse, q)
     if out is None:
         return torch.empty((rows, heads, head_dim_v), dtype=q.dtype, device=q.device)
     check_like(function, "out", out, q, (rows, heads, head_dim_v), "[rows, Hq, Dv]")
@@ -105,9 +117,8 @@ def decode_attention(
     """
     key = _check_pool("decode_attention", q, k_cache, v_cache)
     batch, _, head_dim = q.shape
-    device = q.device
-    check_vector("decode_attention", "kv_indptr", kv_indptr, torch.int32, batch + 1, device, "[B + 1]")
-    check_vector("decode_attention", "kv_indices", kv_indices, torch.int32, None, device, "one-dimensional")
+    check_vector("decode_attention", "kv_indptr", kv_indptr, torch.int32, batch + 1, q, "[B + 1]")
+    check_vector("decode_attention", "kv_indices", kv_indices, torch.int32, None, q, "one-dimensional")
     out = _check_rows("decode_attention", q, key[4], sinks, out, lse)
     schedule = workspace = None
     if plan is not None:
@@ -116,8 +127,8 @@ def decode_attention(
             raise refuse_value("decode_attention", "plan.num_requests", plan.num_requests, f"the batch of q, {batch}")
         if workspace.numel() < plan.num_items * key[5] * (key[4] + 2):
             raise refuse_shape("decode_attention", "plan.workspace", workspace, f"for {key[5]} heads of {key[4]} values, as planned")
-        if schedule.device != device:
-            raise refuse_device("decode_attention", "plan.schedule", schedule, device)
+        if not same_device(schedule, q):
+            raise refuse_device("decode_attention", "plan.schedule", schedule, q)
     if sm_scale is None:
         sm_scale = head_dim**-0.5
     op = torch.ops.gristmill.decode_attention if torch.compiler.is_compiling() else select("decode_attention", key)
@@ -172,16 +183,15 @@ def extend_attention(
     Source: Dao, "FlashAttention-2" (2023).
     """
     key = _check_pool("extend_attention", q, k_cache, v_cache)
-    device = q.device
-    check_vector("extend_attention", "qo_indptr", qo_indptr, torch.int32, None, device, "[B + 1]")
-    check_vector("extend_attention", "kv_indptr", kv_indptr, torch.int32, qo_indptr.shape[0], device, "[B + 1] like qo_indptr")
-    check_vector("extend_attention", "kv_indices", kv_indices, torch.int32, None, device, "one-dimensional")
+    check_vector("extend_attention", "qo_indptr", qo_indptr, torch.int32, None, q, "[B + 1]")
+    check_vector("extend_attention", "kv_indptr", kv_indptr, torch.int32, qo_indptr.shape[0], q, "[B + 1] like qo_indptr")
+    check_vector("extend_attention", "kv_indices", kv_indices, torch.int32, None, q, "one-dimensional")
     if (custom_mask is None) != (mask_indptr is None):
         missing = "mask_indptr" if mask_indptr is None else "custom_mask"
         raise refuse_value("extend_attention", missing, None, "given, since custom_mask and mask_indptr go together")
     if custom_mask is not None and mask_indptr is not None:
-        check_vector("extend_attention", "custom_mask", custom_mask, torch.bool, None, device, "one-dimensional")
-        check_vector("extend_attention", "mask_indptr", mask_indptr, torch.int32, qo_indptr.shape[0], device, "[B + 1]")
+        check_vector("extend_attention", "custom_mask", custom_mask, torch.bool, None, q, "one-dimensional")
+        check_vector("extend_attention", "mask_indptr", mask_indptr, torch.int32, qo_indptr.shape[0], q, "[B + 1]")
     out = _check_rows("extend_attention", q, key[4], sinks, out, lse)
     if sm_scale is None:
         sm_scale = q.shape[2] ** -0.5
@@ -214,25 +224,24 @@ def merge_state(
     Source: Liu et al., "Ring Attention" (2023); FlashInfer's recursive attention states.
     """
     check_float("merge_state", "o_a", o_a)
-    if o_a.dim() != 3:
+    if o_a.ndim != 3:
         raise refuse_shape("merge_state", "o_a", o_a, "[T, H, D]")
     shape = o_a.shape
     check_like("merge_state", "o_b", o_b, o_a, shape, "the shape of o_a")
     rows = shape[:2]
-    device = o_a.device
     if out is None:
-        out = torch.empty(shape, dtype=o_a.dtype, device=device)
+        out = torch.empty(shape, dtype=o_a.dtype, device=o_a.device)
     else:
         check_like("merge_state", "out", out, o_a, shape, "the shape of o_a")
     if lse is None:
-        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        lse = torch.empty(rows, dtype=torch.float32, device=o_a.device)
     for argument, tensor in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         if tensor.dtype is not torch.float32:
             raise refuse_dtype("merge_state", argument, tensor, "float32")
-        if tensor.shape != rows or (tensor.stride(1) != 1 and rows[1] > 1):
+        if tensor.shape != rows or not is_dense(tensor):
             raise refuse_shape("merge_state", argument, tensor, f"[T, H] = {tuple(rows)} with contiguous rows")
-        if tensor.device != device:
-            raise refuse_device("merge_state", argument, tensor, device)
-    op = torch.ops.gristmill.merge_state if torch.compiler.is_compiling() else select("merge_state", (device.type, o_a.dtype))
+        if not same_device(tensor, o_a):
+            raise refuse_device("merge_state", argument, tensor, o_a)
+    op = torch.ops.gristmill.merge_state if torch.compiler.is_compiling() else select("merge_state", norm_key(o_a))
     op(out, lse, o_a, lse_a, o_b, lse_b)
     return out, lse

@@ -44,20 +44,38 @@ def refuse_value(function: str, argument: str, value: Any, right: str) -> ValueE
     return ValueError(f"{function}: {argument} is {value!r}, but should be {right}")
 
 
-def refuse_device(function: str, argument: str, tensor: Tensor, device: torch.device) -> ValueError:
+def refuse_device(function: str, argument: str, tensor: Tensor, like: Tensor) -> ValueError:
     """`argument` lives on another device than the call."""
-    return ValueError(f"{function}: {argument} is on {tensor.device}, but should be on {device} like the other tensors")
+    return ValueError(f"{function}: {argument} is on {tensor.device}, but should be on {like.device} like the other tensors")
+
+
+# The checks below run on every call, so they ask a tensor for what is cheap first: `is_contiguous()` costs a third of a stride, `is_cpu` a
+# tenth of comparing devices.
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the innermost stride is 1, or does not matter."""
+    return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride()[-1] == 1
+
+
+def same_device(tensor: Tensor, like: Tensor) -> bool:
+    """Whether two tensors live on the same device."""
+    return tensor.is_cpu if like.is_cpu else tensor.device == like.device
+
+
+def _is_dense_row(function: str, argument: str, tensor: Tensor) -> bool:
+    if tensor.ndim == 0:
+        raise refuse_shape(function, argument, tensor, "at least one-dimensional")
+    return is_dense(tensor)
 
 
 def check_float(function: str, argument: str, tensor: Tensor) -> None:
-    """A dense-in-the-last-dimension float32, float16 or bfloat16 tensor."""
+    """A dense-in-the-last-dimension float32, float16 or bfloat16 tensor of at least one dimension."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {argument} is a {type(tensor).__name__}, but should be a torch.Tensor")
     if tensor.dtype not in FLOAT_DTYPES:
         raise refuse_dtype(function, argument, tensor, "float32, float16 or bfloat16")
-    if tensor.dim() == 0:
-        raise refuse_shape(function, argument, tensor, "at least one-dimensional")
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if not (tensor.is_contiguous() and tensor.ndim) and not _is_dense_row(function, argument, tensor):
         raise refuse_stride(function, argument, tensor)
 
 
@@ -67,21 +85,19 @@ def check_like(function: str, argument: str, tensor: Tensor, model: Tensor, shap
         raise refuse_dtype(function, argument, tensor, name_of(model.dtype))
     if tensor.shape != shape:
         raise refuse_shape(function, argument, tensor, f"{right} = {tuple(shape)}")
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if not tensor.is_contiguous() and not is_dense(tensor):
         raise refuse_stride(function, argument, tensor)
-    if tensor.device != model.device:
-        raise refuse_device(function, argument, tensor, model.device)
+    if not (tensor.is_cpu and model.is_cpu) and tensor.device != model.device:
+        raise refuse_device(function, argument, tensor, model)
 
 
-def check_vector(
-    function: str, argument: str, tensor: Tensor, dtype: torch.dtype, length: int | None, device: torch.device, right: str
-) -> None:
-    """A dense one-dimensional tensor of `dtype` on `device`; `length` None means any."""
+def check_vector(function: str, argument: str, tensor: Tensor, dtype: torch.dtype, length: int | None, like: Tensor, right: str) -> None:
+    """A dense one-dimensional tensor of `dtype` on the device of `like`; `length` None means any."""
     if tensor.dtype is not dtype:
         raise refuse_dtype(function, argument, tensor, name_of(dtype))
-    if tensor.dim() != 1 or (length is not None and tensor.shape[0] != length):
+    if tensor.ndim != 1 or (length is not None and tensor.shape[0] != length):
         raise refuse_shape(function, argument, tensor, right if length is None else f"{right} = ({length},)")
-    if tensor.stride(0) != 1 and tensor.shape[0] > 1:
+    if not tensor.is_contiguous():
         raise refuse_stride(function, argument, tensor)
-    if tensor.device != device:
-        raise refuse_device(function, argument, tensor, device)
+    if not (tensor.is_cpu and like.is_cpu) and tensor.device != like.device:
+        raise refuse_device(function, argument, tensor, like)

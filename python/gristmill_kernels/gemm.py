@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gristmill_kernels import _registry, dispatch
 from gristmill_kernels.checks import check_float, check_like, check_vector, refuse_shape
+from gristmill_kernels.schema import norm_key
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def pack_linear(weight: Tensor) -> PackedLinear:
     if weight.dim() != 2:
         raise refuse_shape("pack_linear", "weight", weight, "[N, K]")
     n, k = weight.shape
-    family = dispatch.chosen_family("packed_linear", (weight.device.type, weight.dtype))
+    family = dispatch.chosen_family("packed_linear", norm_key(weight))
     data = torch.empty(_registry.packed_weight_numel(family, n, k, weight.dtype), dtype=weight.dtype, device=weight.device)
     dispatch.overload("pack_weight", family)(data, weight)
     return PackedLinear(data, n, k, weight.dtype, family, dispatch.overload("packed_linear", family))
@@ -74,15 +75,16 @@ def linear(x: Tensor, packed: PackedLinear, bias: Tensor | None = None, *, out: 
     >>> linear(torch.ones(1, 3), pack_linear(torch.arange(6.0).view(2, 3)))
     tensor([[ 3., 12.]])
     """
-    if x.dim() != 2 or x.shape[1] != packed.k:
-        raise refuse_shape("linear", "x", x, f"[M, {packed.k}]")
-    num_rows = x.shape[0]
-    check_like("linear", "x", x, packed.data, (num_rows, packed.k), "[M, K]")
+    n, k = packed.n, packed.k
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != k:
+        raise refuse_shape("linear", "x", x, f"[M, {k}]")
+    check_like("linear", "x", x, packed.data, shape, "[M, K]")
     if out is None:
-        out = torch.empty((num_rows, packed.n), dtype=x.dtype, device=x.device)
+        out = torch.empty((shape[0], n), dtype=x.dtype, device=x.device)
     else:
-        check_like("linear", "out", out, x, (num_rows, packed.n), "[M, N]")
+        check_like("linear", "out", out, x, (shape[0], n), "[M, N]")
     if bias is not None:
-        check_vector("linear", "bias", bias, x.dtype, packed.n, x.device, "[N]")
-    packed.op(out, x, packed.data, bias, packed.n, packed.k)
+        check_vector("linear", "bias", bias, x.dtype, n, x, "[N]")
+    packed.op(out, x, packed.data, bias, n, k)
     return out

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from gristmill_kernels._registry import select
-from gristmill_kernels.checks import check_vector, refuse_device, refuse_dtype, refuse_shape
+from gristmill_kernels.checks import check_vector, is_dense, refuse_dtype, refuse_shape
+from gristmill_kernels.schema import device_of
 
 
 def _check_table(function: str, req_to_token: Tensor) -> None:
     if req_to_token.dtype is not torch.int32:
         raise refuse_dtype(function, "req_to_token", req_to_token, "int32")
-    if req_to_token.dim() != 2 or (req_to_token.stride(1) != 1 and req_to_token.shape[1] > 1):
+    if req_to_token.ndim != 2 or not is_dense(req_to_token):
         raise refuse_shape(function, "req_to_token", req_to_token, "[R, C] with contiguous rows")
 
 
@@ -44,25 +45,24 @@ def kv_indices(
         RuntimeError: positions beyond C, or `out` too short (on the CPU; a device kernel writes nothing out of bounds instead).
     """
     _check_table("kv_indices", req_to_token)
-    device = req_to_token.device
-    check_vector("kv_indices", "req_slots", req_slots, torch.int32, None, device, "[B]")
+    check_vector("kv_indices", "req_slots", req_slots, torch.int32, None, req_to_token, "[B]")
     batch = req_slots.shape[0]
-    check_vector("kv_indices", "seq_lens", seq_lens, torch.int32, batch, device, "[B]")
+    check_vector("kv_indices", "seq_lens", seq_lens, torch.int32, batch, req_to_token, "[B]")
     if kv_start is not None:
-        check_vector("kv_indices", "kv_start", kv_start, torch.int32, batch, device, "[B]")
+        check_vector("kv_indices", "kv_start", kv_start, torch.int32, batch, req_to_token, "[B]")
     if indptr is None:
-        indptr = torch.empty(batch + 1, dtype=torch.int32, device=device)
+        indptr = torch.empty(batch + 1, dtype=torch.int32, device=req_to_token.device)
     else:
-        check_vector("kv_indices", "indptr", indptr, torch.int32, batch + 1, device, "[B + 1]")
+        check_vector("kv_indices", "indptr", indptr, torch.int32, batch + 1, req_to_token, "[B + 1]")
     if out is None:
         counts = seq_lens if kv_start is None else (seq_lens - kv_start).clamp(min=0)
-        out = torch.empty(int(counts.sum()), dtype=torch.int32, device=device)
+        out = torch.empty(int(counts.sum()), dtype=torch.int32, device=req_to_token.device)
     else:
-        check_vector("kv_indices", "out", out, torch.int32, None, device, "one-dimensional")
+        check_vector("kv_indices", "out", out, torch.int32, None, req_to_token, "one-dimensional")
     if torch.compiler.is_compiling():
         torch.ops.gristmill.kv_indices(indptr, out, req_to_token, req_slots, seq_lens, kv_start)
     else:
-        select("kv_indices", (device.type,))(indptr, out, req_to_token, req_slots, seq_lens, kv_start)
+        select("kv_indices", (device_of(req_to_token),))(indptr, out, req_to_token, req_slots, seq_lens, kv_start)
     return indptr, out
 
 
@@ -79,15 +79,15 @@ def qo_indptr(q_lens: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape or device that does not fit, in one sentence.
     """
-    check_vector("qo_indptr", "q_lens", q_lens, torch.int32, None, q_lens.device, "[B]")
+    check_vector("qo_indptr", "q_lens", q_lens, torch.int32, None, q_lens, "[B]")
     if out is None:
         out = torch.empty(q_lens.shape[0] + 1, dtype=torch.int32, device=q_lens.device)
     else:
-        check_vector("qo_indptr", "out", out, torch.int32, q_lens.shape[0] + 1, q_lens.device, "[B + 1]")
+        check_vector("qo_indptr", "out", out, torch.int32, q_lens.shape[0] + 1, q_lens, "[B + 1]")
     if torch.compiler.is_compiling():
         torch.ops.gristmill.qo_indptr(out, q_lens)
     else:
-        select("qo_indptr", (q_lens.device.type,))(out, q_lens)
+        select("qo_indptr", (device_of(q_lens),))(out, q_lens)
     return out
 
 
@@ -107,15 +107,12 @@ def write_req_to_token(req_to_token: Tensor, req_slots: Tensor, starts: Tensor, 
         RuntimeError: positions beyond C, or fewer slots than the lens add up to (on the CPU).
     """
     _check_table("write_req_to_token", req_to_token)
-    device = req_to_token.device
-    check_vector("write_req_to_token", "req_slots", req_slots, torch.int32, None, device, "[N]")
+    check_vector("write_req_to_token", "req_slots", req_slots, torch.int32, None, req_to_token, "[N]")
     count = req_slots.shape[0]
-    check_vector("write_req_to_token", "starts", starts, torch.int32, count, device, "[N]")
-    check_vector("write_req_to_token", "lens", lens, torch.int32, count, device, "[N]")
-    if slots.device != device:
-        raise refuse_device("write_req_to_token", "slots", slots, device)
-    check_vector("write_req_to_token", "slots", slots, torch.int32, None, device, "[sum(lens)]")
+    check_vector("write_req_to_token", "starts", starts, torch.int32, count, req_to_token, "[N]")
+    check_vector("write_req_to_token", "lens", lens, torch.int32, count, req_to_token, "[N]")
+    check_vector("write_req_to_token", "slots", slots, torch.int32, None, req_to_token, "[sum(lens)]")
     if torch.compiler.is_compiling():
         torch.ops.gristmill.write_req_to_token(req_to_token, req_slots, starts, lens, slots)
     else:
-        select("write_req_to_token", (device.type,))(req_to_token, req_slots, starts, lens, slots)
+        select("write_req_to_token", (device_of(req_to_token),))(req_to_token, req_slots, starts, lens, slots)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gristmill_kernels._registry import select
-from gristmill_kernels.checks import check_float, check_vector, refuse_device, refuse_dtype, refuse_shape
+from gristmill_kernels.checks import check_float, check_vector, refuse_device, refuse_dtype, refuse_shape, same_device
+from gristmill_kernels.schema import store_key
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -26,22 +27,25 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     check_float("store_kv", "v", v)
     check_float("store_kv", "k_cache", k_cache)
     check_float("store_kv", "v_cache", v_cache)
-    if k.dim() != 3:
+    k_shape, v_shape, k_pool, v_pool = k.shape, v.shape, k_cache.shape, v_cache.shape
+    if len(k_shape) != 3:
         raise refuse_shape("store_kv", "k", k, "[T, Hkv, D]")
-    if v.dim() != 3 or v.shape[:2] != k.shape[:2]:
-        raise refuse_shape("store_kv", "v", v, f"[{k.shape[0]}, {k.shape[1]}, Dv] like k")
-    if k_cache.dim() != 3 or k_cache.shape[1:] != k.shape[1:]:
-        raise refuse_shape("store_kv", "k_cache", k_cache, f"[S, {k.shape[1]}, {k.shape[2]}] like k")
-    if v_cache.dim() != 3 or v_cache.shape[1:] != v.shape[1:] or v_cache.shape[0] != k_cache.shape[0]:
-        raise refuse_shape("store_kv", "v_cache", v_cache, f"[{k_cache.shape[0]}, {v.shape[1]}, {v.shape[2]}] like k_cache and v")
-    dtype, device = k.dtype, k.device
-    for argument, tensor in (("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.dtype is not dtype:
-            raise refuse_dtype("store_kv", argument, tensor, "the dtype of k")
-        if tensor.device != device:
-            raise refuse_device("store_kv", argument, tensor, device)
-    check_vector("store_kv", "slots", slots, torch.int32, k.shape[0], device, "[T]")
+    num_tokens, num_heads, head_dim = k_shape
+    if len(v_shape) != 3 or v_shape[0] != num_tokens or v_shape[1] != num_heads:
+        raise refuse_shape("store_kv", "v", v, f"[{num_tokens}, {num_heads}, Dv] like k")
+    if len(k_pool) != 3 or k_pool[1] != num_heads or k_pool[2] != head_dim:
+        raise refuse_shape("store_kv", "k_cache", k_cache, f"[S, {num_heads}, {head_dim}] like k")
+    if v_pool != (k_pool[0], num_heads, v_shape[2]):
+        raise refuse_shape("store_kv", "v_cache", v_cache, f"[{k_pool[0]}, {num_heads}, {v_shape[2]}] like k_cache and v")
+    dtype = k.dtype
+    if not (v.dtype is k_cache.dtype is v_cache.dtype is dtype and k.is_cpu and v.is_cpu and k_cache.is_cpu and v_cache.is_cpu):
+        for argument, tensor in (("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
+            if tensor.dtype is not dtype:
+                raise refuse_dtype("store_kv", argument, tensor, "the dtype of k")
+            if not same_device(tensor, k):
+                raise refuse_device("store_kv", argument, tensor, k)
+    check_vector("store_kv", "slots", slots, torch.int32, num_tokens, k, "[T]")
     if torch.compiler.is_compiling():
         torch.ops.gristmill.store_kv(k_cache, v_cache, k, v, slots)
     else:
-        select("store_kv", (device.type, dtype, dtype))(k_cache, v_cache, k, v, slots)
+        select("store_kv", store_key(k, k_cache))(k_cache, v_cache, k, v, slots)

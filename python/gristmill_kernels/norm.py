@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gristmill_kernels._registry import select
 from gristmill_kernels.checks import check_float, check_like
+from gristmill_kernels.schema import norm_key
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
@@ -40,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
     if torch.compiler.is_compiling():
         torch.ops.gristmill.rms_norm(out, x, weight, eps)
     else:
-        select("rms_norm", (x.device.type, x.dtype))(out, x, weight, eps)
+        select("rms_norm", norm_key(x))(out, x, weight, eps)
     return out
 
 
@@ -64,4 +65,4 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float =
     if torch.compiler.is_compiling():
         torch.ops.gristmill.fused_add_rms_norm(x, residual, weight, eps)
     else:
-        select("fused_add_rms_norm", (x.device.type, x.dtype))(x, residual, weight, eps)
+        select("fused_add_rms_norm", norm_key(x))(x, residual, weight, eps)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gristmill_kernels._registry import select
-from gristmill_kernels.checks import check_float, check_vector, refuse_device, refuse_dtype, refuse_shape
+from gristmill_kernels.checks import check_float, check_vector, is_dense, refuse_device, refuse_dtype, refuse_shape, same_device
+from gristmill_kernels.schema import rope_key
 
 
 def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, is_neox: bool = True) -> None:
@@ -27,25 +28,27 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, *
     """
     check_float("apply_rope", "q", q)
     check_float("apply_rope", "k", k)
-    if q.dim() != 3:
+    q_shape, k_shape, table_shape = q.shape, k.shape, cos_sin_cache.shape
+    if len(q_shape) != 3:
         raise refuse_shape("apply_rope", "q", q, "[T, Hq, D]")
-    num_tokens, _, head_dim = q.shape
-    if k.dim() != 3 or k.shape[0] != num_tokens or k.shape[2] != head_dim:
+    num_tokens, _, head_dim = q_shape
+    if len(k_shape) != 3 or k_shape[0] != num_tokens or k_shape[2] != head_dim:
         raise refuse_shape("apply_rope", "k", k, f"[{num_tokens}, Hkv, {head_dim}] like q")
     if k.dtype is not q.dtype:
         raise refuse_dtype("apply_rope", "k", k, "the dtype of q")
-    check_vector("apply_rope", "positions", positions, torch.int32, num_tokens, q.device, "[T]")
+    if not same_device(k, q):
+        raise refuse_device("apply_rope", "k", k, q)
+    check_vector("apply_rope", "positions", positions, torch.int32, num_tokens, q, "[T]")
     if cos_sin_cache.dtype is not torch.float32:
         raise refuse_dtype("apply_rope", "cos_sin_cache", cos_sin_cache, "float32")
-    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2 or not 0 < cos_sin_cache.shape[1] <= head_dim or cos_sin_cache.stride(1) != 1:
-        raise refuse_shape(
-            "apply_rope", "cos_sin_cache", cos_sin_cache, f"[P, rotary_dim] with contiguous rows, rotary_dim even and <= {head_dim}"
-        )
-    if cos_sin_cache.shape[0] == 0:
+    if len(table_shape) != 2 or table_shape[1] % 2 or not 0 < table_shape[1] <= head_dim or not is_dense(cos_sin_cache):
+        right = f"[P, rotary_dim] with contiguous rows, rotary_dim even and <= {head_dim}"
+        raise refuse_shape("apply_rope", "cos_sin_cache", cos_sin_cache, right)
+    if table_shape[0] == 0:
         raise refuse_shape("apply_rope", "cos_sin_cache", cos_sin_cache, "at least one position long")
-    if cos_sin_cache.device != q.device:
-        raise refuse_device("apply_rope", "cos_sin_cache", cos_sin_cache, q.device)
+    if not same_device(cos_sin_cache, q):
+        raise refuse_device("apply_rope", "cos_sin_cache", cos_sin_cache, q)
     if torch.compiler.is_compiling():
         torch.ops.gristmill.apply_rope(q, k, positions, cos_sin_cache, is_neox)
     else:
-        select("apply_rope", (q.device.type, q.dtype, head_dim, cos_sin_cache.shape[1]))(q, k, positions, cos_sin_cache, is_neox)
+        select("apply_rope", rope_key(q, cos_sin_cache))(q, k, positions, cos_sin_cache, is_neox)

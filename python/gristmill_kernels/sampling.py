@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 from gristmill_kernels._registry import select
-from gristmill_kernels.checks import check_float, check_vector, refuse_device, refuse_dtype, refuse_shape
+from gristmill_kernels.checks import check_float, check_vector, is_dense, refuse_device, refuse_dtype, refuse_shape, same_device
+from gristmill_kernels.schema import norm_key
 
 
 def _check_logits(function: str, logits: Tensor) -> None:
     check_float(function, "logits", logits)
-    if logits.dim() != 2 or logits.shape[1] == 0:
+    if logits.ndim != 2 or logits.shape[1] == 0:
         raise refuse_shape(function, "logits", logits, "[B, V] with V >= 1")
 
 
 def _ids_like(function: str, logits: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    check_vector(function, "out", out, torch.int32, logits.shape[0], logits.device, "[B]")
+    check_vector(function, "out", out, torch.int32, logits.shape[0], logits, "[B]")
     return out
 
 
@@ -41,7 +42,7 @@ def greedy(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         torch.ops.gristmill.greedy(out, logits)
     else:
-        select("greedy", (logits.device.type, logits.dtype))(out, logits)
+        select("greedy", norm_key(logits))(out, logits)
     return out
 
 
@@ -81,18 +82,18 @@ def sample(
     Source: Gumbel (1954); Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); Holtzman et al. (2020) for top-p.
     """
     _check_logits("sample", logits)
-    batch, device = logits.shape[0], logits.device
-    check_vector("sample", "temperature", temperature, torch.float32, batch, device, "[B]")
-    check_vector("sample", "top_k", top_k, torch.int32, batch, device, "[B]")
-    check_vector("sample", "top_p", top_p, torch.float32, batch, device, "[B]")
-    check_vector("sample", "min_p", min_p, torch.float32, batch, device, "[B]")
-    check_vector("sample", "seeds", seeds, torch.int64, batch, device, "[B]")
-    check_vector("sample", "positions", positions, torch.int32, batch, device, "[B]")
+    batch = logits.shape[0]
+    check_vector("sample", "temperature", temperature, torch.float32, batch, logits, "[B]")
+    check_vector("sample", "top_k", top_k, torch.int32, batch, logits, "[B]")
+    check_vector("sample", "top_p", top_p, torch.float32, batch, logits, "[B]")
+    check_vector("sample", "min_p", min_p, torch.float32, batch, logits, "[B]")
+    check_vector("sample", "seeds", seeds, torch.int64, batch, logits, "[B]")
+    check_vector("sample", "positions", positions, torch.int32, batch, logits, "[B]")
     out = _ids_like("sample", logits, out)
     if torch.compiler.is_compiling():
         torch.ops.gristmill.sample(out, logits, temperature, top_k, top_p, min_p, seeds, positions)
     else:
-        select("sample", (device.type, logits.dtype))(out, logits, temperature, top_k, top_p, min_p, seeds, positions)
+        select("sample", norm_key(logits))(out, logits, temperature, top_k, top_p, min_p, seeds, positions)
     return out
 
 
@@ -109,14 +110,13 @@ def apply_logit_bias(logits: Tensor, indptr: Tensor, ids: Tensor, values: Tensor
         TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
     """
     _check_logits("apply_logit_bias", logits)
-    device = logits.device
-    check_vector("apply_logit_bias", "indptr", indptr, torch.int32, logits.shape[0] + 1, device, "[B + 1]")
-    check_vector("apply_logit_bias", "ids", ids, torch.int32, None, device, "[N]")
-    check_vector("apply_logit_bias", "values", values, torch.float32, ids.shape[0], device, "[N]")
+    check_vector("apply_logit_bias", "indptr", indptr, torch.int32, logits.shape[0] + 1, logits, "[B + 1]")
+    check_vector("apply_logit_bias", "ids", ids, torch.int32, None, logits, "[N]")
+    check_vector("apply_logit_bias", "values", values, torch.float32, ids.shape[0], logits, "[N]")
     if torch.compiler.is_compiling():
         torch.ops.gristmill.apply_logit_bias(logits, indptr, ids, values)
     else:
-        select("apply_logit_bias", (device.type, logits.dtype))(logits, indptr, ids, values)
+        select("apply_logit_bias", norm_key(logits))(logits, indptr, ids, values)
 
 
 def apply_penalties(
@@ -140,22 +140,21 @@ def apply_penalties(
     Source: Keskar et al., "CTRL" (2019), section 4.1 for repetition; the OpenAI API for the other two.
     """
     _check_logits("apply_penalties", logits)
-    device = logits.device
     for argument, tensor, dtype, right in (
         ("prompt_mask", prompt_mask, torch.bool, "bool"),
         ("output_counts", output_counts, torch.int32, "int32"),
     ):
         if tensor.dtype is not dtype:
             raise refuse_dtype("apply_penalties", argument, tensor, right)
-        if tensor.shape != logits.shape or (tensor.stride(1) != 1 and tensor.shape[1] > 1):
+        if tensor.shape != logits.shape or not is_dense(tensor):
             raise refuse_shape("apply_penalties", argument, tensor, f"{tuple(logits.shape)} like logits, with contiguous rows")
-        if tensor.device != device:
-            raise refuse_device("apply_penalties", argument, tensor, device)
+        if not same_device(tensor, logits):
+            raise refuse_device("apply_penalties", argument, tensor, logits)
     batch = logits.shape[0]
-    check_vector("apply_penalties", "presence", presence, torch.float32, batch, device, "[B]")
-    check_vector("apply_penalties", "frequency", frequency, torch.float32, batch, device, "[B]")
-    check_vector("apply_penalties", "repetition", repetition, torch.float32, batch, device, "[B]")
+    check_vector("apply_penalties", "presence", presence, torch.float32, batch, logits, "[B]")
+    check_vector("apply_penalties", "frequency", frequency, torch.float32, batch, logits, "[B]")
+    check_vector("apply_penalties", "repetition", repetition, torch.float32, batch, logits, "[B]")
     if torch.compiler.is_compiling():
         torch.ops.gristmill.apply_penalties(logits, prompt_mask, output_counts, presence, frequency, repetition)
     else:
-        select("apply_penalties", (device.type, logits.dtype))(logits, prompt_mask, output_counts, presence, frequency, repetition)
+        select("apply_penalties", norm_key(logits))(logits, prompt_mask, output_counts, presence, frequency, repetition)

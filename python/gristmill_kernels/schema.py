@@ -81,22 +81,27 @@ class LinearKey(NamedTuple):
     dtype: Any
 
 
+def device_of(x: Any) -> str:
+    """Device type of a tensor; `x.device.type` takes several times as long as asking for the usual one."""
+    return "cpu" if x.is_cpu else x.device.type
+
+
 def norm_key(x: Any) -> tuple:
-    return (x.device.type, x.dtype)
+    return (device_of(x), x.dtype)
 
 
 def rope_key(q: Any, cos_sin_cache: Any) -> tuple:
-    return (q.device.type, q.dtype, q.shape[-1], cos_sin_cache.shape[-1])
+    return (device_of(q), q.dtype, q.shape[-1], cos_sin_cache.shape[-1])
 
 
 def store_key(k: Any, k_cache: Any) -> tuple:
-    return (k.device.type, k.dtype, k_cache.dtype)
+    return (device_of(k), k.dtype, k_cache.dtype)
 
 
 def attention_key(q: Any, k_cache: Any, v_cache: Any) -> tuple:
     _, num_qo_heads, head_dim = q.shape
     _, num_kv_heads, head_dim_v = v_cache.shape
-    return (q.device.type, q.dtype, k_cache.dtype, head_dim, head_dim_v, num_qo_heads, num_kv_heads)
+    return (device_of(q), q.dtype, k_cache.dtype, head_dim, head_dim_v, num_qo_heads, num_kv_heads)
 
 
 class OpSpec(NamedTuple):
@@ -137,13 +142,13 @@ _SPECS = (
     OpSpec(
         "kv_indices(Tensor(a!) indptr, Tensor(b!) indices, Tensor req_to_token, Tensor req_slots, Tensor seq_lens, Tensor? kv_start) -> ()",
         IndexKey,
-        lambda indptr, indices, req_to_token, req_slots, seq_lens, kv_start: (indptr.device.type,),
+        lambda indptr, indices, req_to_token, req_slots, seq_lens, kv_start: (device_of(indptr),),
     ),
-    OpSpec("qo_indptr(Tensor(a!) out, Tensor q_lens) -> ()", IndexKey, lambda out, q_lens: (out.device.type,)),
+    OpSpec("qo_indptr(Tensor(a!) out, Tensor q_lens) -> ()", IndexKey, lambda out, q_lens: (device_of(out),)),
     OpSpec(
         "write_req_to_token(Tensor(a!) req_to_token, Tensor req_slots, Tensor starts, Tensor lens, Tensor slots) -> ()",
         IndexKey,
-        lambda req_to_token, req_slots, starts, lens, slots: (req_to_token.device.type,),
+        lambda req_to_token, req_slots, starts, lens, slots: (device_of(req_to_token),),
     ),
     # attention: see schema notes on plan and workspace above; custom_mask is bool, flat, row-major [q_len, kv_len] from mask_indptr[b] on
     OpSpec(
