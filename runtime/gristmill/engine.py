@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import contextlib
 import importlib
-import os
 import queue
 import tempfile
 import threading
@@ -26,7 +25,6 @@ from gristmill.launch import merged_trace, prepare
 from gristmill.launch_child import NAMES, ROLES, describe_failure
 from gristmill.messages import SamplingParams, Stats, Submit, Text, TokenLogprob, Usage
 from gristmill.options import Options, make_options
-from gristmill.resources import calm_thread_pools
 from gristmill.tokenizer.manager import EngineUnavailable, Generation, TokenizerManager
 from gristmill.tokenizer.validate import (
     MAX_CHOICES,
@@ -97,7 +95,6 @@ class Engine:
     def _start(self, options: Options) -> None:
         prepared = prepare(options)
         self.options, self.tokenizer, self.model_config = prepared.options, prepared.tokenizer, prepared.model_config
-        calm_thread_pools(os.environ)
         self._cleanup = contextlib.ExitStack()
         self._stop = threading.Event()
         self._failure: GristmillError | None = None

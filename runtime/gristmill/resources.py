@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -57,16 +57,6 @@ def available_memory_bytes(proc: Path = _PROC) -> int:
         if limit is not None and used is not None:
             candidates.append(limit - used + _reclaimable(folder))
     return max(0, min(candidates))
-
-
-def calm_thread_pools(environ: MutableMapping[str, str]) -> None:
-    """Let OpenMP threads that wait go to sleep soon. To be set before torch is loaded; what the user has set stays.
-
-    libgomp lets a waiting thread spin for about a millisecond. On cores that are shared with other programs that keeps the very thread
-    that it waits for from running: decoding SmolLM2-135M with 2 threads on 2 busy cores took 50 s where it takes 3 s with this.
-    """
-    if "OMP_WAIT_POLICY" not in environ:
-        environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def _limit(folder: Path) -> int | None:

@@ -24,7 +24,7 @@ from gristmill.errors import GristmillError
 from gristmill.launch_child import GOODBYE, NAMES
 from gristmill.launch_config import LaunchConfig
 from gristmill.logs import escape
-from gristmill.resources import calm_thread_pools, cpu_count
+from gristmill.resources import cpu_count
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,6 @@ def _child_environment(role: str, config: LaunchConfig) -> dict[str, str]:
     threads = (config.options.threads or cpu_count()) if role == "worker" else 1
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment[variable] = str(threads)
-    calm_thread_pools(environment)
     return environment
 
 
