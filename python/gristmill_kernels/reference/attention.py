@@ -55,6 +55,12 @@ def extend_attention(
 ) -> None:
     q_starts, kv_starts = qo_indptr.tolist(), kv_indptr.tolist()
     mask_starts = mask_indptr.tolist() if mask_indptr is not None else []
+    if kv_starts[-1] > len(kv_indices):
+        raise RuntimeError(f"attention: kv_indptr ends at {kv_starts[-1]}, but kv_indices has {len(kv_indices)} entries")
+    if q_starts[-1] > q.shape[0]:
+        raise RuntimeError(f"attention: qo_indptr ends at {q_starts[-1]}, but q has {q.shape[0]} rows")
+    if kv_starts[-1] and int(kv_indices[: kv_starts[-1]].max()) >= k_cache.shape[0]:
+        raise RuntimeError(f"attention: kv_indices holds {int(kv_indices.max())}, but the pool has {k_cache.shape[0]} slots")
     for request in range(len(q_starts) - 1):
         q_begin, q_end = q_starts[request : request + 2]
         kv_begin, kv_end = kv_starts[request : request + 2]

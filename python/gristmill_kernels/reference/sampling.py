@@ -89,6 +89,8 @@ def surviving(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
 def apply_logit_bias(logits: Tensor, indptr: Tensor, ids: Tensor, values: Tensor) -> None:
     bounds = indptr.tolist()
+    if bounds[-1] > len(ids):
+        raise RuntimeError(f"apply_logit_bias: indptr ends at {bounds[-1]}, but ids has {len(ids)} entries")
     for row in range(logits.shape[0]):
         for token, value in zip(ids[bounds[row] : bounds[row + 1]].tolist(), values[bounds[row] : bounds[row + 1]].tolist()):
             if 0 <= token < logits.shape[1]:
