@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from gristmill import Engine
 from gristmill.errors import GristmillError, ModelError, OptionError
-
 from tests.support.tiny_model import make_tiny_model
 from tests.support.traces import process_names, spans
 

@@ -6,6 +6,7 @@ import errno
 import socket
 
 import pytest
+
 from gristmill.errors import GristmillError, OptionError
 from gristmill.serving import bind_sockets, url_of
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import logging
 
-from gristmill.logs import LineFormatter, escape, shorten
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gristmill.logs import LineFormatter, escape, shorten
 
 
 @given(st.text())

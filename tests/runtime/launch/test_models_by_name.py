@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from gristmill import catalogue
 from gristmill.catalogue import CATALOGUE, resolve_model
 from gristmill.errors import ModelError
 from gristmill.hub import pick_files
-
 from tests.support.fake_hub import FakeHub, Repo, fake_hub
 
 CHECKPOINT = {

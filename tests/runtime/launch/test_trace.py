@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from gristmill.trace import NULL_TRACER, Tracer, merge_traces, open_tracer
 
 
