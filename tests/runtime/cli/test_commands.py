@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from gristmill.cli import chat, doctor
 from gristmill.cli.main import main
-
 from tests.support.tiny_model import make_tiny_model
 
 SMALL = ("--dtype=float32", "--pool-tokens=1024", "--threads=1", "--temperature=0", "--max-tokens=6")

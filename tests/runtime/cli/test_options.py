@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from gristmill.cli.arguments import Parser, add_options, options_from
 from gristmill.cli.main import COMMANDS, main
 from gristmill.errors import OptionError
