@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-import gristmill_kernels as gk
 import pytest
 import torch
+
+import gristmill_kernels as gk
 from gristmill_kernels import dispatch
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]

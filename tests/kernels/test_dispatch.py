@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import gristmill_kernels
 import pytest
 import torch
+
+import gristmill_kernels
 from gristmill_kernels import dispatch, loader, native
 from gristmill_kernels.schema import FAMILIES, OPS
 

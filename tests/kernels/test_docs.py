@@ -10,8 +10,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import gristmill_kernels
 import pytest
+
+import gristmill_kernels
 from gristmill_kernels import dispatch, loader
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()

@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gristmill_kernels
 import pytest
+
+import gristmill_kernels
 
 WITHOUT_TORCH = """
 import sys

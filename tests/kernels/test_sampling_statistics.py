@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import gristmill_kernels as gk
 import pytest
 import torch
-from gristmill_kernels import dispatch
 
+import gristmill_kernels as gk
+from gristmill_kernels import dispatch
 from tests.kernels.conformance.cases_logits import broken_rows
 
 FAMILIES = [family for family in dispatch.families_of("sample") if dispatch.why_not("sample", family, ("cpu", torch.float32)) is None]

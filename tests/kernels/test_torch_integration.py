@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gristmill_kernels
 import pytest
 import torch
+
+import gristmill_kernels
 from gristmill_kernels import dispatch
 from gristmill_kernels.schema import OPS
-
 from tests.kernels.conformance.harness import Case, Inputs, pairs
 from tests.kernels.conformance.test_conformance import CASES
 

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import gristmill_kernels as gk
 import pytest
 import torch
+
+import gristmill_kernels as gk
 
 ROWS, HEADS, KV_HEADS, DIM, SLOTS, VOCAB = 3, 4, 2, 8, 10, 11
 

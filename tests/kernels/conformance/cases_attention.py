@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from gristmill_kernels.attention import plan_decode
 from torch import Tensor
 
+from gristmill_kernels.attention import plan_decode
 from tests.kernels.conformance import oracle
 from tests.kernels.conformance.harness import DTYPES, PRODUCT_EPS, Call, Case, Inputs, Output, inner, short, ulp
 

@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 import torch
-from gristmill_kernels import dispatch
 from torch import Tensor
 
+from gristmill_kernels import dispatch
 from tests.kernels.conformance import oracle
 from tests.kernels.conformance.harness import DTYPES, Call, Case, Inputs, Output, anything, assert_matches, inner, packed, short
 

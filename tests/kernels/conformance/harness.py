@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from gristmill_kernels import _registry, dispatch
 from gristmill_kernels.schema import OPS
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Error allowed per |a||b| of an inner product whose operands have this dtype.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from gristmill_kernels import dispatch
 from gristmill_kernels.schema import OPS
-
 from tests.kernels.conformance import cases_attention, cases_logits, cases_rows
 from tests.kernels.conformance.harness import Case, pairs, run_case
 

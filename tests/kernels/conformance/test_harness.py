@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.library import Library
+
 from gristmill_kernels import dispatch
 from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, norm, rope, sampling
 from gristmill_kernels.schema import OPS
-from torch.library import Library
-
 from tests.kernels.conformance import oracle
 from tests.kernels.conformance.harness import pairs, run_case
 from tests.kernels.conformance.test_conformance import CASES
