@@ -150,6 +150,7 @@ class LlamaForCausalLM(nn.Module):
         self.cos_sin = torch.empty(0)
         if config.rope_scaling is None or config.rope_scaling["rope_type"] != "freq_factors":
             self.cos_sin = rope.cos_sin_cache(config, max_context)
+        self._logits = self._wide_logits = torch.empty(0, config.vocab_size)
         self._arena = Activations(config, 1, dtype)
         self._activations = self._arena
 
@@ -179,10 +180,16 @@ class LlamaForCausalLM(nn.Module):
         return act.hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocab], a new tensor."""
-        out = torch.empty(hidden.shape[0], self.config.vocab_size, dtype=self.dtype)
+        """float32 [rows, vocab]; the buffer is reused by the next call, so that a step does not fault in megabytes of new pages."""
+        rows = hidden.shape[0]
+        if self._logits.shape[0] < rows:
+            self._logits = torch.empty(rows, self.config.vocab_size, dtype=self.dtype)
+            self._wide_logits = self._logits if self.dtype == torch.float32 else self._logits.float()
+        out, wide = self._logits[:rows], self._wide_logits[:rows]
         self.head(hidden, out)
-        return out.float()
+        if wide.dtype != out.dtype:
+            wide.copy_(out)
+        return wide
 
     def _activations_for(self, rows: int) -> Activations:
         """Buffers for `rows` tokens; the arena grows to the largest batch seen."""

@@ -119,13 +119,11 @@ class ModelRunner:
         batch = self.tables.batch(step)
         self.backend.prepare(batch)
         hidden = self.model(batch, self.backend)
-        if len(done.rows) == batch.num_tokens:
+        emitting = len(done.rows)
+        if batch.is_decode and emitting == batch.num_tokens:  # every row makes a token: none scores its prompt
             done.logits = self.model.logits(hidden)
-            if batch.is_decode:  # every row makes a token: no prompt is being scored
-                return
+            return
         last = batch.host_q_lens.cumsum() - 1  # index of each row's last token in the batch
-        if done.logits is None and len(done.rows):
-            done.logits = self.model.logits(hidden[torch.from_numpy(last[done.rows])])
         for row, slot in enumerate(step.req_slot.tolist()):
             state = self.sampling.of(slot)
             if state.prompt_logprobs_from < 0:
@@ -136,6 +134,8 @@ class ModelRunner:
                 start = int(last[row]) - q_len + 1 + positions.start - (kv_len - q_len)
                 part = hidden[start : start + len(positions)]
                 done.blocks.append(prompt_block(row, state, positions, part, self.model.logits))
+        if emitting:  # last, because these logits live until the next call
+            done.logits = self.model.logits(hidden[torch.from_numpy(last[done.rows])])
 
     def sample(self, done: Forwarded, mask: Mask | None = None) -> Result:
         """Draw the next token of every emitting row and remember it."""
