@@ -36,9 +36,9 @@ _PR_SET_PDEATHSIG = 1
 
 def main(role: str) -> int:
     """Run `role` until it is told to stop; returns the exit code."""
-    # a terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the parent decides what they mean
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # a terminal's Ctrl-C or hang-up and a service manager's SIGTERM reach the whole group: the parent decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 0  # the parent died while starting us

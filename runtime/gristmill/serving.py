@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -17,99 +16,43 @@ from typing import Any
 import uvicorn
 import zmq
 
-from gristmill.errors import GristmillError, OptionError
+from gristmill.errors import GristmillError
 from gristmill.launch import Prepared, merged_trace, prepare
 from gristmill.launch_config import LaunchConfig
+from gristmill.listening import url_of
 from gristmill.options import Options
 from gristmill.supervise import Supervisor, private_directory
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _FLUSH_S = 0.5  # for error responses to reach their clients before the sockets close
 _SHUTDOWN_S = 2.0
 
 
-def bind_sockets(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on all addresses of `host`; port 0 becomes one free port, the same for all of them.
-
-    Raises:
-        GristmillError: one sentence naming the port or address.
-    """
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise OptionError(f"--host {host!r} is not a known host name or address") from error
-    addresses = list(dict.fromkeys((info[0], info[4]) for info in infos))
-    sockets: list[socket.socket] = []
-    try:
-        for family, address in addresses:
-            if port == 0 and sockets:
-                address = (address[0], sockets[0].getsockname()[1], *address[2:])
-            try:
-                sockets.append(_listen(family, address))
-            except OSError as error:
-                # `localhost` names ::1 also where IPv6 is switched off
-                if len(addresses) > 1 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    continue
-                raise _bind_error(host, port, error) from error
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
-    if not sockets:
-        raise OptionError(f"--host {host!r} is not an address of this machine")
-    return sockets
-
-
-def _listen(family: int, address: Any) -> socket.socket:
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, each response waits 40 ms for an ACK
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
-        sock.bind(address)
-        sock.listen(_BACKLOG)  # at once: two sockets may be bound to one port as long as neither listens
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _bind_error(host: str, port: int, error: OSError) -> GristmillError:
-    if error.errno == errno.EADDRINUSE:
-        return GristmillError(f"port {port} on {host} is already in use; stop the program that holds it or choose another with --port")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return GristmillError(f"port {port} on {host} may not be opened by this user; choose a port from 1024 up with --port")
-    if error.errno == errno.EADDRNOTAVAIL:
-        return OptionError(f"--host {host!r} is not an address of this machine")
-    return GristmillError(f"cannot listen on port {port} of {host}: {error.strerror or error}")
-
-
-def url_of(host: str, sock: socket.socket) -> str:
-    """The base URL for `sock`, which was opened for `host`."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-
-
-def serve(options: Options) -> int:
-    """Serve until a signal or a failure ends it; returns the exit code.
+def serve(options: Options, sockets: list[socket.socket]) -> int:
+    """Serve on `sockets` until a signal or a failure ends it; returns the exit code.
 
     Raises:
         GristmillError: what could not be started, or why a child process ended.
     """
     start = time.monotonic()
-    sockets = bind_sockets(options.host, options.port)  # first, so that a taken port costs no load
-    try:
-        prepared = prepare(options)
-        os.umask(0o077)  # sockets and traces are this user's alone
-        with private_directory() as folder, merged_trace(options, folder) as trace_dir:
-            config = prepared.launch_config(f"ipc://{folder}", trace_dir)
-            return asyncio.run(_Server(prepared, config, sockets, start).run())
-    finally:
-        for sock in sockets:
-            sock.close()
+    _allow_many_connections()
+    prepared = prepare(options)
+    os.umask(0o077)  # sockets and traces are this user's alone
+    with private_directory() as folder, merged_trace(options, folder) as trace_dir:
+        config = prepared.launch_config(f"ipc://{folder}", trace_dir)
+        return asyncio.run(_Server(prepared, config, sockets, start).run())
+
+
+def _allow_many_connections() -> None:
+    """Every connection is a file; the soft limit of 1,024 that shells start with is soon reached."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _HttpServer(uvicorn.Server):
@@ -137,7 +80,9 @@ class _Server:
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         signals: asyncio.Queue[int] = asyncio.Queue()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             loop.add_signal_handler(number, signals.put_nowait, number)
 
         def on_failure() -> None:

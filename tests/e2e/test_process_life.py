@@ -27,7 +27,7 @@ from tests.support.traces import process_names, spans
 
 pytestmark = pytest.mark.e2e
 
-LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+LONG = {"max_tokens": 480, "ignore_eos": True, "stream": True, "n": 32}  # some seconds of work
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +154,17 @@ def test_kill_9_of_the_parent_leaves_nothing_behind(loading: bool, model: Path) 
 
 def test_sigterm_finishes_open_requests_and_takes_no_more(model: Path) -> None:
     with served(model) as server:
-        expected = server.complete(max_tokens=64, ignore_eos=True)["text"]
-        stream = opened(server, max_tokens=64)
+        expected = server.complete(max_tokens=200, ignore_eos=True)["text"]
+        stream = opened(server, max_tokens=200, n=16)
         server.signal(signal.SIGTERM)
         chunks = stream.end()
         assert server.wait(10) == 0, server.text
         server.wait_gone(1.0)
-        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
-        assert text == expected and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert "finishing 1 open requests" in server.text
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        for index in range(16):
+            assert "".join(choice["text"] for choice in choices if choice["index"] == index) == expected
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"] * 16
         assert stream.lines[-1] == "data: [DONE]"
         with pytest.raises(OSError):
             server.request("GET", "/health")
@@ -169,7 +172,7 @@ def test_sigterm_finishes_open_requests_and_takes_no_more(model: Path) -> None:
 
 def test_a_drain_that_takes_too_long_is_cut_with_an_error(model: Path) -> None:
     with served(model, "--drain-s=0.05") as server:
-        streams = [opened(server, n=8) for _ in range(2)]
+        streams = [opened(server) for _ in range(2)]
         server.signal(signal.SIGTERM)
         assert server.wait(10) == 0
         ends = [stream.end()[-1] for stream in streams]
@@ -180,7 +183,7 @@ def test_a_drain_that_takes_too_long_is_cut_with_an_error(model: Path) -> None:
 def test_a_second_signal_ends_at_once(model: Path) -> None:
     with served(model) as server:
         for _ in range(4):
-            opened(server, n=8)
+            opened(server)
         start = time.monotonic()
         server.signal(signal.SIGTERM)
         deadline = time.monotonic() + 5

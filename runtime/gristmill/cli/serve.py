@@ -15,6 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     options = options_from(arguments)
     setup_logging(options.log_level, "server")
-    from gristmill.serving import serve  # after the options: a wrong one must not cost the import of the server
+    from gristmill.listening import bind_sockets
 
-    return serve(options)
+    sockets = bind_sockets(options.host, options.port)
+    try:
+        from gristmill.serving import serve  # a wrong option or a taken port must not cost the import of the server
+
+        return serve(options, sockets)
+    finally:
+        for sock in sockets:
+            sock.close()

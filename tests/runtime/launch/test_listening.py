@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from gristmill.errors import GristmillError, OptionError
-from gristmill.serving import bind_sockets, url_of
+from gristmill.listening import bind_sockets, url_of
 
 
 def _close(sockets: list[socket.socket]) -> None:
