@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from gristmill_kernels import attention as _kernels  # noqa: F401 (registers the implementations)
-from gristmill_kernels import dispatch
 
 from gristmill.attention.base import AttentionBackend, AttentionLayer
 from gristmill.attention.registry import register
 from gristmill.loading.config import ModelConfig
 from gristmill.worker.batch import ForwardBatch
 from gristmill.worker.kv_pool import KVPool
+from gristmill_kernels import attention as _kernels  # noqa: F401 (registers the implementations)
+from gristmill_kernels import dispatch
 
 
 class _Metadata(NamedTuple):

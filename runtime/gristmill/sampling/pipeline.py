@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gristmill_kernels import sampling as kernels
 
 from gristmill.errors import ProtocolError
 from gristmill.messages import Mask
 from gristmill.sampling.state import SamplingState, SlotState
+from gristmill_kernels import sampling as kernels
 
 _NEG_INF = float("-inf")
 

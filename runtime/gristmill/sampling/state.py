@@ -46,8 +46,10 @@ class SamplingState:
     def admit(self, new: NewReq) -> None:
         """Replace everything held for new.req_slot."""
         slot, sampling = new.req_slot, new.sampling
-        self.temperature[slot], self.top_k[slot], self.top_p[slot] = sampling.temperature, sampling.top_k, sampling.top_p
+        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
+        self.top_k[slot] = min(sampling.top_k, self.vocab_size)
         self.min_p[slot], self.seeds[slot] = sampling.min_p, sampling.seed
+        bias = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < self.vocab_size}
         banned = [i for i in new.eos_ids if 0 <= i < self.vocab_size]
         state = SlotState(
             n_prompt=new.n_prompt,
@@ -56,13 +58,13 @@ class SamplingState:
             banned=torch.tensor(banned, dtype=torch.int64),
             logprobs=new.logprobs,
             prompt_logprobs_from=new.prompt_logprobs_from,
-            bias_ids=np.fromiter(sampling.logit_bias.keys(), np.int32, len(sampling.logit_bias)),
-            bias_values=np.fromiter(sampling.logit_bias.values(), np.float32, len(sampling.logit_bias)),
+            bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
+            bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
         )
         if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
             self._count(state)
         self.slots[slot] = state
-        self.special[slot] = bool(sampling.logit_bias) or state.penalties is not None or (sampling.min_tokens > 0 and len(banned) > 0)
+        self.special[slot] = bool(bias) or state.penalties is not None or (sampling.min_tokens > 0 and len(banned) > 0)
         self.wants_logprobs[slot] = new.logprobs >= 0
 
     def _count(self, state: SlotState) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 
 from gristmill import progress
+from gristmill.errors import GristmillError
 from gristmill.launch_config import LaunchConfig
 from gristmill.trace import NullTracer, open_tracer
 from gristmill.transport import Endpoints, Pull, Push
@@ -60,7 +61,10 @@ def _no_autograd(config: LaunchConfig) -> contextlib.AbstractContextManager[Any]
 def _load(config: LaunchConfig, tracer: NullTracer, stop: threading.Event) -> Any:
     if null.is_null(config.model_path):
         return null.NullRunner(config.model_path, config.options, tracer=tracer)
-    from gristmill.worker.runner import ModelRunner
+    try:
+        from gristmill.worker.runner import ModelRunner
+    except ModuleNotFoundError as error:
+        raise GristmillError(f"the model worker needs {error.name}, which is not installed: pip install 'gristmill[cpu]'") from error
 
     def show(done: int, total: int) -> None:
         if stop.is_set():

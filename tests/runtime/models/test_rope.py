@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from gristmill.errors import ModelError
-from gristmill.layers import rope
-from gristmill.loading.config import load_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gristmill.errors import ModelError
+from gristmill.layers import rope
+from gristmill.loading.config import load_config
 from tests.support.direct_runner import DirectRunner
 from tests.support.tiny_model import make_tiny_model
 

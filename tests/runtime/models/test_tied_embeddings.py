@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from gristmill.errors import ModelError
 from transformers import AutoModelForCausalLM
 
+from gristmill.errors import ModelError
 from tests.support.direct_runner import DirectRunner
 from tests.support.tiny_model import TIE_SPELLINGS, load_weights, make_tiny_model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gristmill.messages import SamplingParams
 from transformers import AutoModelForCausalLM
 
+from gristmill.messages import SamplingParams
 from tests.support.direct_runner import DirectRunner
 
 PROMPT = np.random.default_rng(7).integers(3, 600, 83).tolist()

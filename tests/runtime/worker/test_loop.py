@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import zmq
+
 from gristmill.errors import GristmillError, ModelError, ProtocolError
 from gristmill.launch_config import LaunchConfig
 from gristmill.messages import NO_TOKEN, Control, Done, Mask, NewReq, Ready, Result, SamplingParams, Step, Write, ints
 from gristmill.options import Options
 from gristmill.transport import Endpoints, Pull, Push
 from gristmill.worker import null, process
-
 from tests.support.direct_runner import DirectRunner
 
 WAIT_MS = 60_000

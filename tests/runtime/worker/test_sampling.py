@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from gristmill.messages import INVALID_TOKEN, NO_TOKEN, NewReq, SamplingParams, ints
 from gristmill.sampling import pipeline
 from gristmill.sampling.state import SamplingState
@@ -101,6 +102,15 @@ def test_a_new_request_resets_the_slot():
     logits = torch.zeros(1, VOCAB)
     logits[0, 4] = 1.0
     assert pipeline.sample(logits, np.zeros(1, np.int32), np.array([3], np.int32), state)[0] == 4
+
+
+def test_ids_outside_the_vocabulary_are_ignored():
+    state = SamplingState(1, VOCAB)
+    bias = {700_000: 50.0, -1: 50.0, 2**40: 50.0, 6: 1.0}
+    admit(state, 0, temperature=0.5, top_k=2**40, logit_bias=bias, min_tokens=9, eos_ids=[2**40, -7])
+    logits = torch.zeros(1, VOCAB)
+    pipeline.sample(logits, np.zeros(1, np.int32), np.array([3], np.int32), state)
+    assert logits[0].nonzero().flatten().tolist() == [6]
 
 
 def test_min_tokens_holds_off_exactly_that_many():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from gristmill.attention import registry
 from gristmill.attention.torch_native import TorchNativeBackend
 from gristmill.errors import ModelError, OptionError
@@ -14,7 +15,6 @@ from gristmill.loading.config import load_config
 from gristmill.options import Options
 from gristmill.worker.kv_pool import bytes_per_token, pool_slots
 from gristmill.worker.runner import context_limit, resolve_dtype
-
 from tests.support.direct_runner import DirectRunner
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gristmill.tokenizer.tokenizer import load_tokenizer
 
+from gristmill.tokenizer.tokenizer import load_tokenizer
 from tests.support.direct_runner import DirectRunner
 from tests.support.oracle import check_same, greedy, load_gguf_oracle
 
