@@ -329,10 +329,9 @@ def test_a_working_directory_full_of_decoys_is_not_imported(tmp_path: Path, mode
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Served]:
-    with served(model, "--max-running=8", "--trace=trace.json", env={}) as running:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(model, "--max-running=8", f"--trace={tmp_path_factory.mktemp('trace') / 'trace.json'}") as running:
         yield running
-    Path("trace.json").unlink(missing_ok=True)
 
 
 def test_only_http_listens_on_tcp(server: Served) -> None:

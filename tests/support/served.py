@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -157,9 +156,12 @@ def served(model: str | Path, *options: str, env: dict[str, str] | None = None, 
     try:
         yield server.wait_ready() if ready else server
     finally:
+        # the parent first and alone: its children then remove the sockets it leaves
+        server.process.kill()
+        psutil.wait_procs(server.session(), timeout=5)
         for process in server.session():
             try:
-                process.send_signal(signal.SIGKILL)
-            except (psutil.Error, ProcessLookupError):
+                process.kill()
+            except psutil.Error:
                 continue
         server.wait(30)
