@@ -158,13 +158,6 @@ inline RowState softmax_row(float* scores, const RowRange& range, float scale, f
   return state;
 }
 
-template <typename T>
-inline void widen_row(float* to, const T* from, int64_t width) {
-  const int64_t whole = width / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) vstore(to + i, from != nullptr ? vload(from + i) : vzero());
-  if (whole < width) vstore(to + whole, from != nullptr ? vload_n(from + whole, width - whole) : vzero());
-}
-
 // Weighted sum of one row over the keys that its mask shows, run by run: a hidden value is not even multiplied by 0,
 // for it may be NaN.
 template <typename V>
@@ -212,7 +205,7 @@ inline void sum_values(float* sums, int64_t pitch, const float* weights, const V
 
 // Working memory of one thread.
 struct ChunkScratch {
-  Scratch keys, scores, values, sums;
+  Scratch keys, staging, scores, values;
 };
 
 // Rows `rows` of q (float, pitch q_pitch) over one chunk -> states[rows] and sums[rows][pitch], pitch = head_dim_v
@@ -222,6 +215,7 @@ template <typename T>
 void attend_chunk(const AttentionProblem& p, const ChunkKeys<T>& chunk, const float* q, int64_t q_pitch, int64_t rows,
                   const RowRange* ranges, bool widen_values, ChunkScratch& scratch, RowState* states, float* sums) {
   float* keys = scratch.keys.get<float>(round_up_lanes(p.head_dim) * kKeyBlock);
+  float* staging = scratch.staging.get<float>(kLanes * (round_up_lanes(p.head_dim) + kLanes));
   float* scores = scratch.scores.get<float>(rows * kChunk);
   const int64_t pitch = round_up_lanes(p.head_dim_v);
   for (int64_t first = 0; first < chunk.count; first += kKeyBlock) {
@@ -231,8 +225,11 @@ void attend_chunk(const AttentionProblem& p, const ChunkKeys<T>& chunk, const fl
       bool seen = false;
       for (int64_t i = r; i < r + block; ++i) seen |= ranges[i].begin < first + kKeyBlock && ranges[i].end > first;
       if (!seen) continue;
-      if (!loaded)
-        transpose_keys(keys, kKeyBlock, chunk.k + first, std::min(kKeyBlock, chunk.count - first), p.head_dim);
+      if (!loaded) {
+        const int64_t count = std::min(kKeyBlock, chunk.count - first);
+        for (int64_t j = first; j < first + count; ++j) prefetch_row(chunk.v[j], p.head_dim_v);
+        transpose_keys(keys, kKeyBlock, chunk.k + first, count, p.head_dim, staging);
+      }
       loaded = true;
       with_rows(block, [&](auto n) {
         score_block<n()>(scores + r * kChunk + first, q + r * q_pitch, q_pitch, keys, p.head_dim);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/chunk_cpu.h"
+#include "attention/rows.h"
 #include "common/parallel.h"
 
 namespace gristmill {
@@ -70,13 +70,6 @@ Items make_items(const AttentionProblem& p, std::vector<int32_t>& words) {
   return {request_indptr, request, start, count};
 }
 
-struct DecodeScratch {
-  ChunkScratch chunk;
-  Scratch q, sums;
-  std::vector<RowState> states;
-  std::vector<RowRange> ranges;
-};
-
 template <typename T>
 class Decode {
  public:
@@ -102,33 +95,32 @@ class Decode {
   }
 
   void run_item(int64_t item, int64_t kv_head) {
-    static thread_local DecodeScratch scratch;
+    static thread_local QueryRows<T> rows;
     const int64_t request = items_.request[item], start = items_.start[item];
     const int64_t group = p_.group(), first_head = kv_head * group;
     ChunkKeys<T> chunk;
     chunk.locate(p_, request, kv_head, start, bad_);
-    const int64_t pitch = round_up_lanes(p_.head_dim_v), q_pitch = round_up_lanes(p_.head_dim);
-    float* q = scratch.q.template get<float>(group * q_pitch);
-    float* sums = scratch.sums.template get<float>(group * pitch);
-    scratch.states.resize(static_cast<size_t>(group));
-    for (int64_t g = 0; g < group; ++g) p_.load_q(q + g * q_pitch, request, first_head + g);
     uint8_t mask[kChunk];
     if (chunk.holes) {
       for (int64_t j = 0; j < chunk.count; ++j) mask[j] = chunk.k[j] != nullptr;
     }
     const int64_t begin = std::max<int64_t>(0, p_.window_start(p_.kv_len(request) - 1) - start);
-    scratch.ranges.assign(static_cast<size_t>(group), RowRange{begin, chunk.count, chunk.holes ? mask : nullptr});
-    RowState* states = scratch.states.data();
-    attend_chunk(p_, chunk, q, q_pitch, group, scratch.ranges.data(), group > kRowBlock, scratch.chunk, states, sums);
+    rows.resize(p_, group);
+    for (int64_t g = 0; g < group; ++g) {
+      p_.load_q(rows.row(g), request, first_head + g);
+      rows.range(g) = RowRange{begin, chunk.count, chunk.holes ? mask : nullptr};
+    }
+    rows.ready(p_);
+    rows.attend(p_, chunk);
     const bool alone = num_items(request) == 1;
     for (int64_t g = 0; g < group; ++g) {
       if (alone) {
-        finish_row(p_, request, first_head + g, sums + g * pitch, states[g]);
+        finish_row(p_, request, first_head + g, rows.sum(g), rows.state(g));
       } else {
         float* to = partial(item, first_head + g);
-        std::copy_n(sums + g * pitch, p_.head_dim_v, to);
-        to[p_.head_dim_v] = states[g].largest;
-        to[p_.head_dim_v + 1] = states[g].total;
+        std::copy_n(rows.sum(g), p_.head_dim_v, to);
+        to[p_.head_dim_v] = rows.state(g).largest;
+        to[p_.head_dim_v + 1] = rows.state(g).total;
       }
     }
   }

@@ -4,27 +4,23 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/chunk_cpu.h"
+#include "attention/rows.h"
 #include "common/parallel.h"
 
 namespace gristmill {
 namespace {
 
 constexpr const char* kOp = "extend_attention";
-// Query rows of a tile: many enough to hide the unpacking of keys, few enough that scores and sums stay in the L2
-// cache.
-constexpr int64_t kTargetRows = 96;
-
 struct Tile {
   int32_t request;
   int32_t first;  // position in the request's query rows
 };
 
+template <typename T>
 struct ExtendScratch {
-  ChunkScratch chunk;
-  Scratch q, sums, totals;
-  std::vector<RowState> states, total_states;
-  std::vector<RowRange> ranges;
+  QueryRows<T> rows;
+  Scratch totals;
+  std::vector<RowState> states;
   std::vector<uint8_t> masks;
 };
 
@@ -39,7 +35,7 @@ template <typename T>
 class Extend {
  public:
   Extend(const AttentionProblem& p, const ExtendArguments& args) : p_(p), args_(args) {
-    positions_per_tile_ = std::max<int64_t>(1, kTargetRows / p.group());
+    positions_per_tile_ = std::max<int64_t>(1, QueryRows<T>::target_rows(p) / p.group());
   }
 
   void run() {
@@ -74,22 +70,20 @@ class Extend {
   }
 
   void run_tile(const Tile& tile, int64_t kv_head) {
-    static thread_local ExtendScratch scratch;
+    static thread_local ExtendScratch<T> scratch;
     const int64_t request = tile.request, group = p_.group(), first_head = kv_head * group;
     const int64_t positions = std::min(positions_per_tile_, q_len(request) - tile.first);
-    const int64_t rows = positions * group;
-    const int64_t pitch = round_up_lanes(p_.head_dim_v), q_pitch = round_up_lanes(p_.head_dim);
-    float* q = scratch.q.template get<float>(rows * q_pitch);
-    float* sums = scratch.sums.template get<float>(rows * pitch);
-    float* totals = scratch.totals.template get<float>(rows * pitch);
-    scratch.states.resize(static_cast<size_t>(rows));
-    scratch.ranges.resize(static_cast<size_t>(rows));
-    scratch.total_states.assign(static_cast<size_t>(rows), RowState{-INFINITY, 0});
-    RowState* states = scratch.states.data();
-    RowState* total_states = scratch.total_states.data();
-    std::fill_n(totals, rows * pitch, 0.0f);
+    const int64_t num_rows = positions * group;
     const int64_t first_row = args_.qo_indptr[request] + tile.first;
-    for (int64_t r = 0; r < rows; ++r) p_.load_q(q + r * q_pitch, first_row + r / group, first_head + r % group);
+    QueryRows<T>& rows = scratch.rows;
+    rows.resize(p_, num_rows);
+    for (int64_t r = 0; r < num_rows; ++r) p_.load_q(rows.row(r), first_row + r / group, first_head + r % group);
+    rows.ready(p_);
+    const int64_t pitch = rows.sum_pitch();
+    float* totals = scratch.totals.template get<float>(num_rows * pitch);
+    std::fill_n(totals, num_rows * pitch, 0.0f);
+    scratch.states.assign(static_cast<size_t>(num_rows), RowState{-INFINITY, 0});
+    RowState* states = scratch.states.data();
 
     int64_t tile_begin = p_.kv_len(request), tile_end = 0;
     for (int64_t i = 0; i < positions; ++i) {
@@ -102,35 +96,29 @@ class Extend {
       ChunkKeys<T> chunk;
       chunk.locate(p_, request, kv_head, start, bad_);
       set_ranges(request, tile.first, positions, start, chunk, scratch);
-      attend_chunk(p_, chunk, q, q_pitch, rows, scratch.ranges.data(), !std::is_same_v<T, float> && rows > kRowBlock,
-                   scratch.chunk, states, sums);
-      for (int64_t r = 0; r < rows; ++r)
-        merge_chunk(totals + r * pitch, total_states[r], sums + r * pitch, states[r], p_.head_dim_v);
+      rows.attend(p_, chunk);
+      for (int64_t r = 0; r < num_rows; ++r) merge_chunk(totals + r * pitch, states[r], rows.sum(r), rows.state(r), p_.head_dim_v);
     }
-    for (int64_t r = 0; r < rows; ++r)
-      finish_row(p_, first_row + r / group, first_head + r % group, totals + r * pitch, total_states[r]);
+    for (int64_t r = 0; r < num_rows; ++r) finish_row(p_, first_row + r / group, first_head + r % group, totals + r * pitch, states[r]);
   }
 
   void set_ranges(int64_t request, int64_t first, int64_t positions, int64_t start, const ChunkKeys<T>& chunk,
-                  ExtendScratch& scratch) const {
+                  ExtendScratch<T>& scratch) const {
     const bool masked = chunk.holes || args_.mask != nullptr;
     if (masked) scratch.masks.resize(static_cast<size_t>(positions * kChunk));
     const int64_t group = p_.group();
     for (int64_t i = 0; i < positions; ++i) {
       int64_t begin, end;
       visible(request, first + i, begin, end);
-      RowRange range{std::clamp<int64_t>(begin - start, 0, chunk.count),
-                     std::clamp<int64_t>(end - start, 0, chunk.count), nullptr};
+      RowRange range{std::clamp<int64_t>(begin - start, 0, chunk.count), std::clamp<int64_t>(end - start, 0, chunk.count), nullptr};
       if (masked) {
         uint8_t* mask = scratch.masks.data() + i * kChunk;
-        const uint8_t* custom = args_.mask != nullptr
-                                    ? args_.mask + args_.mask_indptr[request] + (first + i) * p_.kv_len(request) + start
-                                    : nullptr;
-        for (int64_t j = 0; j < chunk.count; ++j)
-          mask[j] = chunk.k[j] != nullptr && (custom == nullptr || custom[j] != 0);
+        const uint8_t* custom =
+            args_.mask != nullptr ? args_.mask + args_.mask_indptr[request] + (first + i) * p_.kv_len(request) + start : nullptr;
+        for (int64_t j = 0; j < chunk.count; ++j) mask[j] = chunk.k[j] != nullptr && (custom == nullptr || custom[j] != 0);
         range.mask = mask;
       }
-      for (int64_t g = 0; g < group; ++g) scratch.ranges[static_cast<size_t>(i * group + g)] = range;
+      for (int64_t g = 0; g < group; ++g) scratch.rows.range(i * group + g) = range;
     }
   }
 

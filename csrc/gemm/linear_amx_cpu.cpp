@@ -2,11 +2,7 @@
 // other, so a row's sum is the same chain whatever the tile around it holds.
 #include "gemm/amx.h"
 
-#if defined(__AMX_BF16__)
-
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(GRISTMILL_AMX)
 
 #include <algorithm>
 #include <cstring>
@@ -17,39 +13,8 @@
 namespace gristmill {
 namespace {
 
-constexpr int64_t kTile = 16;          // rows of a tile; columns of a float tile
-constexpr int64_t kStep = kPairBlock;  // K elements of one tile instruction
-constexpr int64_t kTileElements = kTile * kStep;
+constexpr int64_t kStep = kPairBlock;             // K elements of one tile instruction
 constexpr int64_t kMaxPacked = int64_t{8} << 20;  // elements of x repacked at once
-
-// ARCH_REQ_XCOMP_PERM of asm/prctl.h and the index of the tile data in the extended state.
-constexpr int kRequestPermission = 0x1023;
-constexpr int kTileData = 18;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Tiles 0-3: sums of (row tile, column half) = (0, 0), (0, 1), (1, 0), (1, 1); 4, 5: x; 6, 7: weights.
-// The second row tile and the rows beyond `rows` of the first are unused when there is one row tile.
-class TileSession {
- public:
-  explicit TileSession(int64_t rows) {
-    TileConfig config;
-    for (int t = 0; t < 8; ++t) {
-      config.bytes_per_row[t] = 64;
-      config.rows[t] = static_cast<uint8_t>(t == 6 || t == 7 ? kTile : rows);
-    }
-    _tile_loadconfig(&config);
-  }
-  ~TileSession() { _tile_release(); }
-  TileSession(const TileSession&) = delete;
-  TileSession& operator=(const TileSession&) = delete;
-};
 
 // x[rows][k] -> tiles [K / 32][16][32], rows and K padded with zeros.
 void pack_tile(BFloat16* to, const BFloat16* x, int64_t row_stride, int64_t rows, int64_t k) {
@@ -66,6 +31,7 @@ constexpr int kSumStride = kPanelColumns * sizeof(float);
 
 // sums[rows][32] (+)= x tiles [steps] times one panel; one row tile.
 void multiply_one(float* sums, const BFloat16* x, const BFloat16* panel, int64_t steps, bool first) {
+  tile_fence();
   if (first) {
     _tile_zero(0);
     _tile_zero(1);
@@ -86,6 +52,7 @@ void multiply_one(float* sums, const BFloat16* x, const BFloat16* panel, int64_t
 
 // The same for two row tiles; their sums are [32][32].
 void multiply_two(float* sums, const BFloat16* x, int64_t x_pitch, const BFloat16* panel, int64_t steps, bool first) {
+  tile_fence();
   float* low = sums + kTile * kPanelColumns;
   if (first) {
     _tile_zero(0);
@@ -177,11 +144,6 @@ class AmxLinear {
 };
 
 }  // namespace
-
-bool amx_available() {
-  static const bool available = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return available;
-}
 
 void amx_linear(const LinearArguments<BFloat16>& args) { AmxLinear(args).run(); }
 

@@ -1,0 +1,308 @@
+// Attention of query rows over one chunk of bfloat16 keys on AMX tiles. Everything is transposed: scores are [keys][16 queries], so that maxima
+// and sums run down the vectors, and weights go from the softmax into the second product without a shuffle. As in chunk_cpu.h, every number
+// of a row comes from one chain of operations over the head or over the keys, whatever the rows beside it.
+#pragma once
+
+#include "attention/chunk_cpu.h"
+#include "common/amx_tiles.h"
+
+#if defined(GRISTMILL_AMX)
+
+namespace gristmill {
+
+inline int64_t round_up_pairs(int64_t n) { return (n + kTilePairs - 1) / kTilePairs * kTilePairs; }
+
+// q [rows][head_dim] (bfloat16 values held as float) -> right operands [rows / 16][head_dim / 32][16 pairs][16 rows][2].
+inline BFloat16* pack_queries(Scratch& scratch, const float* q, int64_t q_pitch, int64_t rows, int64_t head_dim) {
+  const int64_t depth = round_up_pairs(head_dim), blocks = (rows + kTile - 1) / kTile;
+  BFloat16* to = scratch.get<BFloat16>(blocks * kTile * depth);
+  std::fill_n(to, blocks * kTile * depth, BFloat16{0});
+  for (int64_t r = 0; r < rows; ++r) {
+    BFloat16* block = to + r / kTile * kTile * depth + r % kTile * 2;
+    for (int64_t d = 0; d < head_dim; ++d) block[d / 2 * kTilePairs + d % 2] = from_float<BFloat16>(q[r * q_pitch + d]);
+  }
+  return to;
+}
+
+// Key rows -> left operands [keys / 16][head_dim / 32][16 keys][32].
+inline void pack_keys(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64_t begin, int64_t end, int64_t head_dim) {
+  const int64_t depth = round_up_pairs(head_dim);
+  for (int64_t j = begin; j < end; ++j) {
+    BFloat16* tile = to + j / kTile * kTile * depth + j % kTile * kTilePairs;
+    const BFloat16* row = j < chunk.count ? chunk.k[j] : nullptr;
+    if (j + 8 < chunk.count) prefetch_row(chunk.k[j + 8], head_dim);
+    for (int64_t d = 0; d < depth; d += kTilePairs, tile += kTileElements) {
+      const int64_t width = row == nullptr ? 0 : std::clamp<int64_t>(head_dim - d, 0, kTilePairs);
+      if (width == kTilePairs) {
+        std::memcpy(tile, row + d, kTilePairs * sizeof(BFloat16));
+      } else {
+        std::fill_n(tile, kTilePairs, BFloat16{0});
+        if (width > 0) std::memcpy(tile, row + d, static_cast<size_t>(width) * sizeof(BFloat16));
+      }
+    }
+  }
+}
+
+// 16 bfloat16 in the low halves of 32-bit lanes.
+inline vu load_bits(const BFloat16* p) {
+  vu16 v;
+  std::memcpy(&v, p, sizeof(v));
+  return __builtin_convertvector(v, vu);
+}
+
+// Value rows -> left operands, transposed: [head_dim_v / 16][keys / 32][16 columns][32 keys]. A row with an infinity or a NaN is packed as
+// zeros and listed in `odd`: multiplied by the weight 0 of a query that does not see it, it would spoil that query's output.
+inline int64_t pack_values(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64_t begin, int64_t end, int64_t head_dim_v, int16_t* odd) {
+  const int64_t width = round_up_pairs(head_dim_v);
+  int64_t num_odd = 0;
+  static thread_local Scratch scratch;
+  BFloat16* rows = scratch.get<BFloat16>(kTilePairs * width);
+  for (int64_t j = begin; j < end; j += kTilePairs) {
+    for (int64_t i = 0; i < kTilePairs; ++i) {
+      BFloat16* staged = rows + i * width;
+      const BFloat16* row = j + i < chunk.count ? chunk.v[j + i] : nullptr;
+      if (j + i + 8 < chunk.count) prefetch_row(chunk.v[j + i + 8], head_dim_v);
+      const __m512i exponent = _mm512_set1_epi16(0x7f80);
+      __mmask32 found = 0;
+      for (int64_t d = 0; d < width; d += kTilePairs) {
+        const int64_t n = row == nullptr ? 0 : std::clamp<int64_t>(head_dim_v - d, 0, kTilePairs);
+        const __mmask32 lanes = n == kTilePairs ? ~__mmask32{0} : static_cast<__mmask32>((uint64_t{1} << n) - 1);
+        const __m512i bits = _mm512_maskz_loadu_epi16(lanes, row + d);
+        found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
+        _mm512_store_si512(staged + d, bits);
+      }
+      if (found != 0) {
+        std::fill_n(staged, width, BFloat16{0});
+        odd[num_odd++] = static_cast<int16_t>(j + i);
+      }
+    }
+    for (int64_t d = 0; d < width; d += kTilePairs) {
+      vf low[kTile], high[kTile];  // pair t of keys, columns d.. and d + 16..: 32-bit lanes of two bfloat16
+#pragma GCC unroll 16
+      for (int t = 0; t < kTile; ++t) {
+        const BFloat16* even = rows + 2 * t * width + d;
+        const BFloat16* uneven = even + width;
+        low[t] = as_float(load_bits(even) | (load_bits(uneven) << 16));
+        high[t] = as_float(load_bits(even + kTile) | (load_bits(uneven + kTile) << 16));
+      }
+      transpose_square(low);
+      transpose_square(high);
+      BFloat16* tile = to + (d / kTile * (kChunk / kTilePairs) + j / kTilePairs) * kTileElements;
+      BFloat16* next = tile + kChunk / kTilePairs * kTileElements;
+#pragma GCC unroll 16
+      for (int t = 0; t < kTile; ++t) {
+        std::memcpy(tile + t * kTilePairs, &low[t], sizeof(vf));
+        std::memcpy(next + t * kTilePairs, &high[t], sizeof(vf));
+      }
+    }
+  }
+  return num_odd;
+}
+
+// sums[2][kBlocks] tiles = left[2] x right[kBlocks] over `steps` tiles; kBlocks is 1 or 2. Pitches in elements between the two operands.
+template <int kBlocks>
+inline void tile_product(float* sums, int64_t sum_pitch, const BFloat16* left, int64_t left_pitch, const BFloat16* right, int64_t right_pitch,
+                         int64_t steps) {
+  tile_fence();
+  _tile_zero(0);
+  _tile_zero(2);
+  if constexpr (kBlocks == 2) {
+    _tile_zero(1);
+    _tile_zero(3);
+  }
+  for (int64_t s = 0; s < steps; ++s) {
+    _tile_loadd(4, left + s * kTileElements, 64);
+    _tile_loadd(6, right + s * kTileElements, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, left + left_pitch + s * kTileElements, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kBlocks == 2) {
+      _tile_loadd(7, right + right_pitch + s * kTileElements, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  const int stride = static_cast<int>(sum_pitch * static_cast<int64_t>(sizeof(float)));
+  _tile_stored(0, sums, stride);
+  _tile_stored(2, sums + kTile * sum_pitch, stride);
+  if constexpr (kBlocks == 2) {
+    _tile_stored(1, sums + kTile, stride);
+    _tile_stored(3, sums + kTile * sum_pitch + kTile, stride);
+  }
+}
+
+// 2^x for x <= 0; a NaN stays one. The Taylor series' first term left out is below 2^-22 on |r| <= 1/2: the weights become bfloat16.
+inline vf vexp2_negative(vf x) {
+  const vf clamped = x < -200.0f ? vset1(-200.0f) : x;
+  const vf n = vround(clamped);
+  const vf r = clamped - n;
+  vf p = vfma(vset1(1.5403530e-4f), r, vset1(1.3333558e-3f));
+  p = vfma(p, r, vset1(9.6181291e-3f));
+  p = vfma(p, r, vset1(5.5504109e-2f));
+  p = vfma(p, r, vset1(2.4022651e-1f));
+  p = vfma(p, r, vset1(6.9314718e-1f));
+  p = vfma(p, r, vset1(1.0f));
+  return _mm512_maskz_scalef_ps(0xffff, p, n);
+}
+
+// What the 16 rows of a block see of the chunk; absent rows see nothing.
+struct BlockRanges {
+  vi begin, end;
+  int64_t first, last;              // keys that some row sees lie in [first, last)
+  int64_t common_first, common_last;  // keys that all rows see
+  const uint8_t* mask[kTile];
+  bool masked;
+
+  BlockRanges(const RowRange* ranges, int64_t rows) : begin{}, end{}, first(kChunk), last(0), common_first(0), common_last(kChunk), masked(false) {
+    for (int64_t i = 0; i < kTile; ++i) {
+      mask[i] = i < rows ? ranges[i].mask : nullptr;
+      masked |= mask[i] != nullptr;
+      const bool sees = i < rows && ranges[i].begin < ranges[i].end;
+      begin[i] = sees ? static_cast<int32_t>(ranges[i].begin) : 0;
+      end[i] = sees ? static_cast<int32_t>(ranges[i].end) : 0;
+      if (i < rows) {
+        common_first = std::max<int64_t>(common_first, begin[i]);
+        common_last = std::min<int64_t>(common_last, end[i]);
+      }
+      if (!sees) continue;
+      first = std::min<int64_t>(first, ranges[i].begin);
+      last = std::max<int64_t>(last, ranges[i].end);
+    }
+  }
+
+  vi sees(int64_t key) const {
+    vi seen = (begin <= static_cast<int32_t>(key)) & (end > static_cast<int32_t>(key));
+    if (masked) {
+      for (int i = 0; i < kTile; ++i) {
+        if (mask[i] != nullptr && (seen[i] == 0 || mask[i][key] == 0)) seen[i] = 0;
+      }
+    }
+    return seen;
+  }
+};
+
+// Scores [keys][pitch] of one block of 16 rows -> weights as right operands [keys / 32][16 pairs][16 rows][2], and the states of the rows.
+// Keys [first, last) are whole pairs of tiles.
+inline void softmax_block(float* scores, int64_t pitch, BFloat16* weights, const BlockRanges& ranges, int64_t first, int64_t last, float scale,
+                          float logit_cap, vf& largest, vf& total) {
+  largest = vset1(-INFINITY);
+  for (int64_t j = first; j < last; ++j) {
+    vf s = vload(scores + j * pitch) * scale;
+    if (logit_cap > 0) s = vtanh(s / logit_cap) * logit_cap;
+    if (ranges.masked || j < ranges.common_first || j >= ranges.common_last) s = ranges.sees(j) ? s : vset1(-INFINITY);
+    vstore(scores + j * pitch, s);
+    largest = vmax(s, largest);
+  }
+  const vf base = (largest == -INFINITY ? vzero() : largest) * -kLog2e;
+  vf totals[4] = {};
+  for (int64_t j = first; j < last; j += 4) {
+    vf w[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      w[i] = vexp2_negative(vfma(vload(scores + (j + i) * pitch), vset1(kLog2e), base));
+      totals[i] += w[i];
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+      // To bfloat16, nearest (ties away from zero): the even key in the low half of the lane.
+      const vu pair = ((as_uint(w[i]) + 0x8000u) >> 16) | ((as_uint(w[i + 1]) + 0x8000u) & 0xffff0000u);
+      std::memcpy(weights + (j + i) / 2 * kTilePairs, &pair, sizeof(pair));
+    }
+  }
+  total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
+}
+
+struct AmxScratch {
+  Scratch queries, keys, values, scores, weights, outputs;
+};
+
+// Adds what the listed rows of non-finite values give to the queries that see them.
+inline void add_odd_values(float* sum, const ChunkKeys<BFloat16>& chunk, const BlockRanges& ranges, int64_t i, const float* scores, int64_t pitch,
+                           float largest, const int16_t* odd, int64_t num_odd, int64_t width) {
+  for (int64_t o = 0; o < num_odd; ++o) {
+    const int64_t j = odd[o];
+    if (j < ranges.first || j >= ranges.last || ranges.sees(j)[i] == 0) continue;
+    const float weight = std::exp(scores[j * pitch + i] - largest);
+    for (int64_t d = 0; d < width; ++d) sum[d] += weight * to_float(chunk.v[j][d]);
+  }
+}
+
+// As attend_chunk of chunk_cpu.h; `queries` come from pack_queries.
+inline void attend_chunk_amx(const AttentionProblem& p, const ChunkKeys<BFloat16>& chunk, const BFloat16* queries, int64_t rows,
+                             const RowRange* ranges, AmxScratch& scratch, RowState* states, float* sums) {
+  const int64_t depth = round_up_pairs(p.head_dim), width = round_up_pairs(p.head_dim_v), pitch = round_up_lanes(p.head_dim_v);
+  BFloat16* keys = scratch.keys.get<BFloat16>(kChunk * depth);
+  BFloat16* values = scratch.values.get<BFloat16>(kChunk * width);
+  float* scores = scratch.scores.get<float>(kChunk * 2 * kTile);
+  BFloat16* weights = scratch.weights.get<BFloat16>(kChunk * 2 * kTile);
+  float* outputs = scratch.outputs.get<float>(width * 2 * kTile);
+  int64_t chunk_first = kChunk, chunk_last = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (ranges[r].begin >= ranges[r].end) continue;
+    chunk_first = std::min(chunk_first, ranges[r].begin);
+    chunk_last = std::max(chunk_last, ranges[r].end);
+  }
+  chunk_first = chunk_first / kTilePairs * kTilePairs;
+  chunk_last = round_up_pairs(chunk_last);
+  int16_t odd[kChunk];
+  int64_t num_odd = 0;
+  if (chunk_first < chunk_last) {
+    pack_keys(keys, chunk, chunk_first, chunk_last, p.head_dim);
+    num_odd = pack_values(values, chunk, chunk_first, chunk_last, p.head_dim_v, odd);
+  }
+  const TileSession session(kTile);
+  for (int64_t r = 0; r < rows; r += 2 * kTile) {
+    const int64_t blocks = rows - r > kTile ? 2 : 1;
+    const BlockRanges block_ranges[2] = {BlockRanges(ranges + r, std::min(kTile, rows - r)),
+                                         BlockRanges(ranges + std::min(rows, r + kTile), std::max<int64_t>(0, std::min(kTile, rows - r - kTile)))};
+    const int64_t first = std::min(block_ranges[0].first, block_ranges[1].first) / kTilePairs * kTilePairs;
+    const int64_t last = round_up_pairs(std::max(block_ranges[0].last, block_ranges[1].last));
+    const BFloat16* q = queries + r * depth;
+    for (int64_t j = first; j < last; j += kTilePairs) {
+      float* to = scores + j * 2 * kTile;
+      if (blocks == 2) {
+        tile_product<2>(to, 2 * kTile, keys + j * depth, kTile * depth, q, kTile * depth, depth / kTilePairs);
+      } else {
+        tile_product<1>(to, 2 * kTile, keys + j * depth, kTile * depth, q, 0, depth / kTilePairs);
+      }
+    }
+    vf largest[2], total[2];
+    for (int64_t b = 0; b < blocks; ++b) {
+      softmax_block(scores + b * kTile, 2 * kTile, weights + b * kChunk * kTile, block_ranges[b], first, last, p.scale, p.logit_cap, largest[b],
+                    total[b]);
+    }
+    const int64_t steps = std::max<int64_t>(0, last - first) / kTilePairs;
+    const BFloat16* w = weights + first * kTile;
+    for (int64_t d = 0; d < width; d += 2 * kTile) {
+      const BFloat16* v = values + (d / kTile * (kChunk / kTilePairs) + first / kTilePairs) * kTileElements;
+      float* to = outputs + d * 2 * kTile;
+      if (blocks == 2) {
+        tile_product<2>(to, 2 * kTile, v, kChunk * kTile, w, kChunk * kTile, steps);
+      } else {
+        tile_product<1>(to, 2 * kTile, v, kChunk * kTile, w, 0, steps);
+      }
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t block_row = r + b * kTile, count = std::min(kTile, rows - block_row);
+      for (int64_t d = 0; d < pitch; d += kTile) {
+        vf square[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) square[i] = vload(outputs + (d + i) * 2 * kTile + b * kTile);
+        transpose_square(square);
+        for (int64_t i = 0; i < count; ++i) vstore(sums + (block_row + i) * pitch + d, square[i]);
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        states[block_row + i] = RowState{largest[b][i], total[b][i]};
+        if (num_odd > 0) {
+          const float base = largest[b][i] == -INFINITY ? 0 : largest[b][i];
+          add_odd_values(sums + (block_row + i) * pitch, chunk, block_ranges[b], i, scores + b * kTile, 2 * kTile, base, odd, num_odd,
+                         p.head_dim_v);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace gristmill
+
+#endif
