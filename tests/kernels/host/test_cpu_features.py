@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from gristmill_kernels import _host
 
 CPUINFO_NAMES = {  # ours -> Linux's, where they differ
