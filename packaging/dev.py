@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument(
         "--isas",
         default=os.environ.get("GRISTMILL_ISAS", ""),
-        help="levels to build, e.g. 'avx2;avx512' (default: all of this architecture)",
+        help="levels to build, e.g. 'avx2,avx512' (default: all of this architecture)",
     )
     arguments = parser.parse_args()
     platform = staging.choose_platform({"platform": arguments.platform})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import tempfile
 import zipfile
@@ -35,10 +36,8 @@ def content_faults(names: list[str], root: Path) -> Iterator[str]:
             yield f"{name}: does not belong into a wheel"
     if not any(HOST.fullmatch(name) for name in names):
         yield "there is no gristmill_kernels/_host module"
-    info: dict[str, object] = {}
-    exec((root / PACKAGE / "_build_info.py").read_text(), info)
     levels = {match[1] for name in names if (match := OP_LIBRARY.fullmatch(name))}
-    promised = set(info["ISA_LEVELS"])  # type: ignore[call-overload]
+    promised = set(runpy.run_path(str(root / PACKAGE / "_build_info.py"))["ISA_LEVELS"])
     if levels != promised:
         yield f"_build_info.py promises levels {sorted(promised)}, but there are libraries for {sorted(levels)}"
 

@@ -58,6 +58,18 @@ def test_an_error_of_an_op_library_reaches_python(installed, tmp_path: Path) -> 
     assert done.stdout.startswith("refused:")
 
 
+def test_every_module_imports_without_an_accelerator(installed, tmp_path: Path) -> None:
+    code = (
+        "import gristmill_kernels, importlib, pkgutil\n"
+        "for module in pkgutil.walk_packages(gristmill_kernels.__path__, 'gristmill_kernels.'):\n"
+        "    if not module.name.endswith('__main__'):\n"
+        "        importlib.import_module(module.name)\n"
+    )
+    assert installed.run("-W", "error", "-c", code, cwd=tmp_path, CUDA_VISIBLE_DEVICES="").returncode == 0
+    for option in ("--help", "--version"):
+        assert installed.run("-m", "gristmill_kernels", option, cwd=tmp_path).returncode == 0
+
+
 def test_importing_takes_no_torch(installed, tmp_path: Path) -> None:
     code = "import sys, gristmill_kernels, gristmill_kernels._host as h; h.RadixTree(4); sys.exit('torch' in sys.modules)"
     assert installed.run("-c", code, cwd=tmp_path).returncode == 0
