@@ -23,7 +23,7 @@ NO_TOKEN = -2  # Result.ids: the row did not emit (emit == EMIT_NONE)
 
 EMIT_NONE, EMIT_SAMPLE, EMIT_VERIFY = 0, 1, 2
 
-_DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "i8": np.dtype("<i8")}
+_DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "i8": np.dtype("<i8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 Ints = np.ndarray  # int32, one dimension
@@ -341,7 +341,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
     def hook(value: Any) -> list[Any]:
         if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype not in _CODES:
             raise TypeError(f"a {type(value).__name__} cannot be sent; arrays must be 1-D int32, int64 or float32")
-        frames.append(memoryview(np.ascontiguousarray(value)).cast("B"))
+        frames.append(np.ascontiguousarray(value).data.cast("B"))
         return [len(frames) - 1, value.size, _CODES[value.dtype]]
 
     frames[0] = msgspec.msgpack.encode(message, enc_hook=hook)
