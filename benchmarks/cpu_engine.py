@@ -158,8 +158,9 @@ def machine() -> dict[str, Any]:
             (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
         )
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    import gristmill_kernels
     import transformers
+
+    import gristmill_kernels
 
     return {
         "date": datetime.date.today().isoformat(),
