@@ -129,8 +129,7 @@ struct Level {
   std::vector<const char*> needs;  // beyond the level below it
 };
 
-// Best first, each on top of the next. packaging/cmake-modules/isa_levels.cmake compiles with the flags that stand for these
-// lists.
+// Best first, each on top of the next; packaging/cmake-modules/isa_levels.cmake has the compiler flags of each.
 std::vector<Level> levels() {
 #if defined(GRISTMILL_X86)
   return {{"amx", {"amx_tile", "amx_bf16", "amx_int8"}},
