@@ -1,6 +1,7 @@
-// Attention of query rows over one chunk of bfloat16 keys on AMX tiles. Everything is transposed: scores are [keys][16 queries], so that maxima
-// and sums run down the vectors, and weights go from the softmax into the second product without a shuffle. As in chunk_cpu.h, every number
-// of a row comes from one chain of operations over the head or over the keys, whatever the rows beside it.
+// Attention of query rows over one chunk of bfloat16 keys on AMX tiles. Everything is transposed: scores are [keys][16
+// queries], so that maxima and sums run down the vectors, and weights go from the softmax into the second product
+// without a shuffle. As in chunk_cpu.h, every number of a row comes from one chain of operations over the head or over
+// the keys, whatever the rows beside it.
 #pragma once
 
 #include "attention/chunk_cpu.h"
@@ -10,16 +11,29 @@
 
 namespace gristmill {
 
+// Rows of the pool that are asked for ahead of the one being packed.
+inline constexpr int64_t kPrefetchRows = 16;
+
 inline int64_t round_up_pairs(int64_t n) { return (n + kTilePairs - 1) / kTilePairs * kTilePairs; }
 
-// q [rows][head_dim] (bfloat16 values held as float) -> right operands [rows / 16][head_dim / 32][16 pairs][16 rows][2].
+// q [rows][head_dim] (bfloat16 values held as float) -> right operands [rows / 16][head_dim / 32][16 pairs][16
+// rows][2].
 inline BFloat16* pack_queries(Scratch& scratch, const float* q, int64_t q_pitch, int64_t rows, int64_t head_dim) {
   const int64_t depth = round_up_pairs(head_dim), blocks = (rows + kTile - 1) / kTile;
   BFloat16* to = scratch.get<BFloat16>(blocks * kTile * depth);
   std::fill_n(to, blocks * kTile * depth, BFloat16{0});
+  const auto bits = [](const float& x) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof(word));
+    return word;
+  };
   for (int64_t r = 0; r < rows; ++r) {
+    const float* row = q + r * q_pitch;
     BFloat16* block = to + r / kTile * kTile * depth + r % kTile * 2;
-    for (int64_t d = 0; d < head_dim; ++d) block[d / 2 * kTilePairs + d % 2] = from_float<BFloat16>(q[r * q_pitch + d]);
+    for (int64_t d = 0; d < head_dim; d += 2) {
+      const uint32_t pair = (bits(row[d]) >> 16) | (bits(row[d + 1]) & 0xffff0000u);  // exact: the low halves are zero
+      std::memcpy(block + d / 2 * kTilePairs, &pair, sizeof(pair));
+    }
   }
   return to;
 }
@@ -30,7 +44,7 @@ inline void pack_keys(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64_t be
   for (int64_t j = begin; j < end; ++j) {
     BFloat16* tile = to + j / kTile * kTile * depth + j % kTile * kTilePairs;
     const BFloat16* row = j < chunk.count ? chunk.k[j] : nullptr;
-    if (j + 8 < chunk.count) prefetch_row(chunk.k[j + 8], head_dim);
+    if (j + kPrefetchRows < chunk.count) prefetch_row(chunk.k[j + kPrefetchRows], head_dim);
     for (int64_t d = 0; d < depth; d += kTilePairs, tile += kTileElements) {
       const int64_t width = row == nullptr ? 0 : std::clamp<int64_t>(head_dim - d, 0, kTilePairs);
       if (width == kTilePairs) {
@@ -50,9 +64,12 @@ inline vu load_bits(const BFloat16* p) {
   return __builtin_convertvector(v, vu);
 }
 
-// Value rows -> left operands, transposed: [head_dim_v / 16][keys / 32][16 columns][32 keys]. A row with an infinity or a NaN is packed as
-// zeros and listed in `odd`: multiplied by the weight 0 of a query that does not see it, it would spoil that query's output.
-inline int64_t pack_values(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64_t begin, int64_t end, int64_t head_dim_v, int16_t* odd) {
+// Value rows -> tiles [head_dim_v / 16][keys / 32]. Transposed they are left operands [16 columns][32 keys]; else,
+// cheaper to make, right operands [16 pairs of keys][16 columns][2]. A row with an infinity or a NaN is packed as zeros
+// and listed in `odd`: multiplied by the weight 0 of a query that does not see it, it would spoil that query's output.
+template <bool kTransposed>
+inline int64_t pack_values(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64_t begin, int64_t end,
+                           int64_t head_dim_v, int16_t* odd) {
   const int64_t width = round_up_pairs(head_dim_v);
   int64_t num_odd = 0;
   static thread_local Scratch scratch;
@@ -61,7 +78,7 @@ inline int64_t pack_values(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64
     for (int64_t i = 0; i < kTilePairs; ++i) {
       BFloat16* staged = rows + i * width;
       const BFloat16* row = j + i < chunk.count ? chunk.v[j + i] : nullptr;
-      if (j + i + 8 < chunk.count) prefetch_row(chunk.v[j + i + 8], head_dim_v);
+      if (j + i + kPrefetchRows < chunk.count) prefetch_row(chunk.v[j + i + kPrefetchRows], head_dim_v);
       const __m512i exponent = _mm512_set1_epi16(0x7f80);
       __mmask32 found = 0;
       for (int64_t d = 0; d < width; d += kTilePairs) {
@@ -85,8 +102,10 @@ inline int64_t pack_values(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64
         low[t] = as_float(load_bits(even) | (load_bits(uneven) << 16));
         high[t] = as_float(load_bits(even + kTile) | (load_bits(uneven + kTile) << 16));
       }
-      transpose_square(low);
-      transpose_square(high);
+      if constexpr (kTransposed) {
+        transpose_square(low);
+        transpose_square(high);
+      }
       BFloat16* tile = to + (d / kTile * (kChunk / kTilePairs) + j / kTilePairs) * kTileElements;
       BFloat16* next = tile + kChunk / kTilePairs * kTileElements;
 #pragma GCC unroll 16
@@ -99,39 +118,39 @@ inline int64_t pack_values(BFloat16* to, const ChunkKeys<BFloat16>& chunk, int64
   return num_odd;
 }
 
-// sums[2][kBlocks] tiles = left[2] x right[kBlocks] over `steps` tiles; kBlocks is 1 or 2. Pitches in elements between the two operands.
-template <int kBlocks>
-inline void tile_product(float* sums, int64_t sum_pitch, const BFloat16* left, int64_t left_pitch, const BFloat16* right, int64_t right_pitch,
-                         int64_t steps) {
+// sums[kLeft][kRight] tiles = left[kLeft] x right[kRight] over `steps` tiles; kLeft and kRight are 1 or 2. Pitches are
+// elements from the first operand of a side to its second.
+template <int kLeft, int kRight>
+inline void tile_product(float* sums, int64_t sum_pitch, const BFloat16* left, int64_t left_pitch,
+                         const BFloat16* right, int64_t right_pitch, int64_t steps) {
   tile_fence();
   _tile_zero(0);
+  _tile_zero(1);
   _tile_zero(2);
-  if constexpr (kBlocks == 2) {
-    _tile_zero(1);
-    _tile_zero(3);
-  }
-  for (int64_t s = 0; s < steps; ++s) {
-    _tile_loadd(4, left + s * kTileElements, 64);
-    _tile_loadd(6, right + s * kTileElements, 64);
+  _tile_zero(3);
+  for (int64_t s = 0; s < steps; ++s, left += kTileElements, right += kTileElements) {
+    _tile_loadd(4, left, 64);
+    _tile_loadd(6, right, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, left + left_pitch + s * kTileElements, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    if constexpr (kBlocks == 2) {
-      _tile_loadd(7, right + right_pitch + s * kTileElements, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
+    if constexpr (kLeft == 2) {
+      _tile_loadd(5, left + left_pitch, 64);
+      _tile_dpbf16ps(2, 5, 6);
     }
+    if constexpr (kRight == 2) {
+      _tile_loadd(7, right + right_pitch, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kLeft == 2 && kRight == 2) _tile_dpbf16ps(3, 5, 7);
   }
   const int stride = static_cast<int>(sum_pitch * static_cast<int64_t>(sizeof(float)));
   _tile_stored(0, sums, stride);
-  _tile_stored(2, sums + kTile * sum_pitch, stride);
-  if constexpr (kBlocks == 2) {
-    _tile_stored(1, sums + kTile, stride);
-    _tile_stored(3, sums + kTile * sum_pitch + kTile, stride);
-  }
+  if constexpr (kLeft == 2) _tile_stored(2, sums + kTile * sum_pitch, stride);
+  if constexpr (kRight == 2) _tile_stored(1, sums + kTile, stride);
+  if constexpr (kLeft == 2 && kRight == 2) _tile_stored(3, sums + kTile * sum_pitch + kTile, stride);
 }
 
-// 2^x for x <= 0; a NaN stays one. The Taylor series' first term left out is below 2^-22 on |r| <= 1/2: the weights become bfloat16.
+// 2^x for x <= 0; a NaN stays one. The Taylor series' first term left out is below 2^-22 on |r| <= 1/2: the weights
+// become bfloat16.
 inline vf vexp2_negative(vf x) {
   const vf clamped = x < -200.0f ? vset1(-200.0f) : x;
   const vf n = vround(clamped);
@@ -148,12 +167,13 @@ inline vf vexp2_negative(vf x) {
 // What the 16 rows of a block see of the chunk; absent rows see nothing.
 struct BlockRanges {
   vi begin, end;
-  int64_t first, last;              // keys that some row sees lie in [first, last)
+  int64_t first, last;                // keys that some row sees lie in [first, last)
   int64_t common_first, common_last;  // keys that all rows see
   const uint8_t* mask[kTile];
   bool masked;
 
-  BlockRanges(const RowRange* ranges, int64_t rows) : begin{}, end{}, first(kChunk), last(0), common_first(0), common_last(kChunk), masked(false) {
+  BlockRanges(const RowRange* ranges, int64_t rows)
+      : begin{}, end{}, first(kChunk), last(0), common_first(0), common_last(kChunk), masked(false) {
     for (int64_t i = 0; i < kTile; ++i) {
       mask[i] = i < rows ? ranges[i].mask : nullptr;
       masked |= mask[i] != nullptr;
@@ -181,10 +201,10 @@ struct BlockRanges {
   }
 };
 
-// Scores [keys][pitch] of one block of 16 rows -> weights as right operands [keys / 32][16 pairs][16 rows][2], and the states of the rows.
-// Keys [first, last) are whole pairs of tiles.
-inline void softmax_block(float* scores, int64_t pitch, BFloat16* weights, const BlockRanges& ranges, int64_t first, int64_t last, float scale,
-                          float logit_cap, vf& largest, vf& total) {
+// Scores [keys][pitch] of one block of 16 rows -> weights as right operands [keys / 32][16 pairs][16 rows][2], and the
+// states of the rows. Keys [first, last) are whole pairs of tiles.
+inline void softmax_block(float* scores, int64_t pitch, BFloat16* weights, const BlockRanges& ranges, int64_t first,
+                          int64_t last, float scale, float logit_cap, vf& largest, vf& total) {
   largest = vset1(-INFINITY);
   for (int64_t j = first; j < last; ++j) {
     vf s = vload(scores + j * pitch) * scale;
@@ -216,92 +236,158 @@ struct AmxScratch {
   Scratch queries, keys, values, scores, weights, outputs;
 };
 
-// Adds what the listed rows of non-finite values give to the queries that see them.
-inline void add_odd_values(float* sum, const ChunkKeys<BFloat16>& chunk, const BlockRanges& ranges, int64_t i, const float* scores, int64_t pitch,
-                           float largest, const int16_t* odd, int64_t num_odd, int64_t width) {
-  for (int64_t o = 0; o < num_odd; ++o) {
-    const int64_t j = odd[o];
-    if (j < ranges.first || j >= ranges.last || ranges.sees(j)[i] == 0) continue;
-    const float weight = std::exp(scores[j * pitch + i] - largest);
-    for (int64_t d = 0; d < width; ++d) sum[d] += weight * to_float(chunk.v[j][d]);
-  }
-}
+// As attend_chunk of chunk_cpu.h, for rows packed by pack_queries.
+class AmxChunk {
+ public:
+  AmxChunk(const AttentionProblem& p, const ChunkKeys<BFloat16>& chunk, const BFloat16* queries, int64_t rows,
+           const RowRange* ranges, AmxScratch& scratch, RowState* states, float* sums)
+      : p_(p),
+        chunk_(chunk),
+        queries_(queries),
+        rows_(rows),
+        ranges_(ranges),
+        states_(states),
+        sums_(sums),
+        depth_(round_up_pairs(p.head_dim)),
+        width_(round_up_pairs(p.head_dim_v)),
+        pitch_(round_up_lanes(p.head_dim_v)),
+        keys_(scratch.keys.get<BFloat16>(kChunk * depth_)),
+        values_(scratch.values.get<BFloat16>(kChunk * width_)),
+        scores_(scratch.scores.get<float>(kChunk * kScorePitch)),
+        weights_(scratch.weights.get<BFloat16>(kChunk * kScorePitch)),
+        outputs_(scratch.outputs.get<float>(width_ * kScorePitch)) {}
 
-// As attend_chunk of chunk_cpu.h; `queries` come from pack_queries.
-inline void attend_chunk_amx(const AttentionProblem& p, const ChunkKeys<BFloat16>& chunk, const BFloat16* queries, int64_t rows,
-                             const RowRange* ranges, AmxScratch& scratch, RowState* states, float* sums) {
-  const int64_t depth = round_up_pairs(p.head_dim), width = round_up_pairs(p.head_dim_v), pitch = round_up_lanes(p.head_dim_v);
-  BFloat16* keys = scratch.keys.get<BFloat16>(kChunk * depth);
-  BFloat16* values = scratch.values.get<BFloat16>(kChunk * width);
-  float* scores = scratch.scores.get<float>(kChunk * 2 * kTile);
-  BFloat16* weights = scratch.weights.get<BFloat16>(kChunk * 2 * kTile);
-  float* outputs = scratch.outputs.get<float>(width * 2 * kTile);
-  int64_t chunk_first = kChunk, chunk_last = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    if (ranges[r].begin >= ranges[r].end) continue;
-    chunk_first = std::min(chunk_first, ranges[r].begin);
-    chunk_last = std::max(chunk_last, ranges[r].end);
+  void run() {
+    int64_t first = kChunk, last = 0;
+    for (int64_t r = 0; r < rows_; ++r) {
+      if (ranges_[r].begin >= ranges_[r].end) continue;
+      first = std::min(first, ranges_[r].begin);
+      last = std::max(last, ranges_[r].end);
+    }
+    const bool few_rows = rows_ <= kTile;
+    if (first < last) {
+      first = first / kTilePairs * kTilePairs;
+      last = round_up_pairs(last);
+      pack_keys(keys_, chunk_, first, last, p_.head_dim);
+      num_odd_ = few_rows ? pack_values<false>(values_, chunk_, first, last, p_.head_dim_v, odd_)
+                          : pack_values<true>(values_, chunk_, first, last, p_.head_dim_v, odd_);
+    }
+    const TileSession session(kTile);
+    if (few_rows) {
+      attend_one();
+    } else {
+      for (int64_t r = 0; r < rows_; r += 2 * kTile) attend_two(r);
+    }
   }
-  chunk_first = chunk_first / kTilePairs * kTilePairs;
-  chunk_last = round_up_pairs(chunk_last);
-  int16_t odd[kChunk];
-  int64_t num_odd = 0;
-  if (chunk_first < chunk_last) {
-    pack_keys(keys, chunk, chunk_first, chunk_last, p.head_dim);
-    num_odd = pack_values(values, chunk, chunk_first, chunk_last, p.head_dim_v, odd);
+
+ private:
+  static constexpr int64_t kScorePitch = 2 * kTile;
+  static constexpr int64_t kColumnTiles = kChunk * kTile;  // elements of the value tiles of 16 columns
+
+  BlockRanges block_ranges(int64_t r) const {
+    const int64_t first = std::min(r, rows_);
+    return BlockRanges(ranges_ + first, std::min(kTile, rows_ - first));
   }
-  const TileSession session(kTile);
-  for (int64_t r = 0; r < rows; r += 2 * kTile) {
-    const int64_t blocks = rows - r > kTile ? 2 : 1;
-    const BlockRanges block_ranges[2] = {BlockRanges(ranges + r, std::min(kTile, rows - r)),
-                                         BlockRanges(ranges + std::min(rows, r + kTile), std::max<int64_t>(0, std::min(kTile, rows - r - kTile)))};
-    const int64_t first = std::min(block_ranges[0].first, block_ranges[1].first) / kTilePairs * kTilePairs;
-    const int64_t last = round_up_pairs(std::max(block_ranges[0].last, block_ranges[1].last));
-    const BFloat16* q = queries + r * depth;
+
+  const BFloat16* value_tiles(int64_t column, int64_t key) const { return values_ + column * kChunk + key * kTile; }
+
+  // All rows in one block: the weights are transposed instead of the values.
+  void attend_one() {
+    const BlockRanges ranges = block_ranges(0);
+    const int64_t first = ranges.first / kTilePairs * kTilePairs, last = std::max(first, round_up_pairs(ranges.last));
     for (int64_t j = first; j < last; j += kTilePairs) {
-      float* to = scores + j * 2 * kTile;
-      if (blocks == 2) {
-        tile_product<2>(to, 2 * kTile, keys + j * depth, kTile * depth, q, kTile * depth, depth / kTilePairs);
-      } else {
-        tile_product<1>(to, 2 * kTile, keys + j * depth, kTile * depth, q, 0, depth / kTilePairs);
-      }
+      tile_product<2, 1>(scores_ + j * kScorePitch, kScorePitch, keys_ + j * depth_, kTile * depth_, queries_, 0,
+                         depth_ / kTilePairs);
+    }
+    vf largest, total;
+    softmax_block(scores_, kScorePitch, weights_, ranges, first, last, p_.scale, p_.logit_cap, largest, total);
+    for (int64_t j = first; j < last; j += kTilePairs) {
+      vf square[kLanes];
+      std::memcpy(square, weights_ + j * kTile, sizeof(square));
+      transpose_square(square);
+      std::memcpy(weights_ + j * kTile, square, sizeof(square));
+    }
+    for (int64_t d = 0; d < width_; d += kTilePairs) {
+      tile_product<1, 2>(outputs_ + d, width_, weights_ + first * kTile, 0, value_tiles(d, first), kColumnTiles,
+                         (last - first) / kTilePairs);
+    }
+    for (int64_t r = 0; r < rows_; ++r) std::copy_n(outputs_ + r * width_, pitch_, sums_ + r * pitch_);
+    finish_block(0, ranges, scores_, largest, total);
+  }
+
+  // Rows [r, r + 32).
+  void attend_two(int64_t r) {
+    const BlockRanges ranges[2] = {block_ranges(r), block_ranges(r + kTile)};
+    const int64_t first = std::min(ranges[0].first, ranges[1].first) / kTilePairs * kTilePairs;
+    const int64_t last = std::max(first, round_up_pairs(std::max(ranges[0].last, ranges[1].last)));
+    const bool both = rows_ - r > kTile;
+    for (int64_t j = first; j < last; j += kTilePairs) {
+      const auto product = both ? tile_product<2, 2> : tile_product<2, 1>;
+      product(scores_ + j * kScorePitch, kScorePitch, keys_ + j * depth_, kTile * depth_, queries_ + r * depth_,
+              kTile * depth_, depth_ / kTilePairs);
     }
     vf largest[2], total[2];
-    for (int64_t b = 0; b < blocks; ++b) {
-      softmax_block(scores + b * kTile, 2 * kTile, weights + b * kChunk * kTile, block_ranges[b], first, last, p.scale, p.logit_cap, largest[b],
-                    total[b]);
+    for (int64_t b = 0; b < 1 + both; ++b) {
+      softmax_block(scores_ + b * kTile, kScorePitch, weights_ + b * kChunk * kTile, ranges[b], first, last, p_.scale,
+                    p_.logit_cap, largest[b], total[b]);
     }
-    const int64_t steps = std::max<int64_t>(0, last - first) / kTilePairs;
-    const BFloat16* w = weights + first * kTile;
-    for (int64_t d = 0; d < width; d += 2 * kTile) {
-      const BFloat16* v = values + (d / kTile * (kChunk / kTilePairs) + first / kTilePairs) * kTileElements;
-      float* to = outputs + d * 2 * kTile;
-      if (blocks == 2) {
-        tile_product<2>(to, 2 * kTile, v, kChunk * kTile, w, kChunk * kTile, steps);
-      } else {
-        tile_product<1>(to, 2 * kTile, v, kChunk * kTile, w, 0, steps);
-      }
+    for (int64_t d = 0; d < width_; d += kTilePairs) {
+      const auto product = both ? tile_product<2, 2> : tile_product<2, 1>;
+      product(outputs_ + d * kScorePitch, kScorePitch, value_tiles(d, first), kColumnTiles, weights_ + first * kTile,
+              kChunk * kTile, (last - first) / kTilePairs);
     }
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t block_row = r + b * kTile, count = std::min(kTile, rows - block_row);
-      for (int64_t d = 0; d < pitch; d += kTile) {
-        vf square[kLanes];
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) square[i] = vload(outputs + (d + i) * 2 * kTile + b * kTile);
-        transpose_square(square);
-        for (int64_t i = 0; i < count; ++i) vstore(sums + (block_row + i) * pitch + d, square[i]);
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        states[block_row + i] = RowState{largest[b][i], total[b][i]};
-        if (num_odd > 0) {
-          const float base = largest[b][i] == -INFINITY ? 0 : largest[b][i];
-          add_odd_values(sums + (block_row + i) * pitch, chunk, block_ranges[b], i, scores + b * kTile, 2 * kTile, base, odd, num_odd,
-                         p.head_dim_v);
-        }
-      }
+    for (int64_t b = 0; b < 1 + both; ++b) {
+      store_transposed(r + b * kTile, outputs_ + b * kTile);
+      finish_block(r + b * kTile, ranges[b], scores_ + b * kTile, largest[b], total[b]);
     }
   }
-}
+
+  // outputs [columns][kScorePitch] of 16 rows -> sums.
+  void store_transposed(int64_t r, const float* outputs) {
+    const int64_t count = std::min(kTile, rows_ - r);
+    for (int64_t d = 0; d < pitch_; d += kTile) {
+      vf square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) square[i] = vload(outputs + (d + i) * kScorePitch);
+      transpose_square(square);
+      for (int64_t i = 0; i < count; ++i) vstore(sums_ + (r + i) * pitch_ + d, square[i]);
+    }
+  }
+
+  void finish_block(int64_t r, const BlockRanges& ranges, const float* scores, vf largest, vf total) {
+    const int64_t count = std::min(kTile, rows_ - r);
+    for (int64_t i = 0; i < count; ++i) {
+      states_[r + i] = RowState{largest[i], total[i]};
+      if (num_odd_ > 0) add_odd_values(r, i, ranges, scores, largest[i] == -INFINITY ? 0 : largest[i]);
+    }
+  }
+
+  // What the values that are not finite give to the queries that see them.
+  void add_odd_values(int64_t r, int64_t i, const BlockRanges& ranges, const float* scores, float base) {
+    float* sum = sums_ + (r + i) * pitch_;
+    for (int64_t o = 0; o < num_odd_; ++o) {
+      const int64_t j = odd_[o];
+      if (j < ranges.first || j >= ranges.last || ranges.sees(j)[i] == 0) continue;
+      const float weight = std::exp(scores[j * kScorePitch + i] - base);
+      for (int64_t d = 0; d < p_.head_dim_v; ++d) sum[d] += weight * to_float(chunk_.v[j][d]);
+    }
+  }
+
+  const AttentionProblem& p_;
+  const ChunkKeys<BFloat16>& chunk_;
+  const BFloat16* queries_;
+  int64_t rows_;
+  const RowRange* ranges_;
+  RowState* states_;
+  float* sums_;
+  int64_t depth_, width_, pitch_;
+  BFloat16 *keys_, *values_;
+  float* scores_;
+  BFloat16* weights_;
+  float* outputs_;
+  int16_t odd_[kChunk];
+  int64_t num_odd_ = 0;
+};
 
 }  // namespace gristmill
 

@@ -97,9 +97,11 @@ class Extend {
       chunk.locate(p_, request, kv_head, start, bad_);
       set_ranges(request, tile.first, positions, start, chunk, scratch);
       rows.attend(p_, chunk);
-      for (int64_t r = 0; r < num_rows; ++r) merge_chunk(totals + r * pitch, states[r], rows.sum(r), rows.state(r), p_.head_dim_v);
+      for (int64_t r = 0; r < num_rows; ++r)
+        merge_chunk(totals + r * pitch, states[r], rows.sum(r), rows.state(r), p_.head_dim_v);
     }
-    for (int64_t r = 0; r < num_rows; ++r) finish_row(p_, first_row + r / group, first_head + r % group, totals + r * pitch, states[r]);
+    for (int64_t r = 0; r < num_rows; ++r)
+      finish_row(p_, first_row + r / group, first_head + r % group, totals + r * pitch, states[r]);
   }
 
   void set_ranges(int64_t request, int64_t first, int64_t positions, int64_t start, const ChunkKeys<T>& chunk,
@@ -110,12 +112,15 @@ class Extend {
     for (int64_t i = 0; i < positions; ++i) {
       int64_t begin, end;
       visible(request, first + i, begin, end);
-      RowRange range{std::clamp<int64_t>(begin - start, 0, chunk.count), std::clamp<int64_t>(end - start, 0, chunk.count), nullptr};
+      RowRange range{std::clamp<int64_t>(begin - start, 0, chunk.count),
+                     std::clamp<int64_t>(end - start, 0, chunk.count), nullptr};
       if (masked) {
         uint8_t* mask = scratch.masks.data() + i * kChunk;
-        const uint8_t* custom =
-            args_.mask != nullptr ? args_.mask + args_.mask_indptr[request] + (first + i) * p_.kv_len(request) + start : nullptr;
-        for (int64_t j = 0; j < chunk.count; ++j) mask[j] = chunk.k[j] != nullptr && (custom == nullptr || custom[j] != 0);
+        const uint8_t* custom = args_.mask != nullptr
+                                    ? args_.mask + args_.mask_indptr[request] + (first + i) * p_.kv_len(request) + start
+                                    : nullptr;
+        for (int64_t j = 0; j < chunk.count; ++j)
+          mask[j] = chunk.k[j] != nullptr && (custom == nullptr || custom[j] != 0);
         range.mask = mask;
       }
       for (int64_t g = 0; g < group; ++g) scratch.rows.range(i * group + g) = range;

@@ -1,4 +1,5 @@
-// The query rows of one work item, prepared once and attended chunk by chunk with the best code that the library has for their type.
+// The query rows of one work item, prepared once and attended chunk by chunk with the best code that the library has
+// for their type.
 #pragma once
 
 #include <type_traits>
@@ -49,7 +50,7 @@ class QueryRows {
   void attend(const AttentionProblem& p, const ChunkKeys<T>& chunk) {
 #if defined(GRISTMILL_AMX)
     if constexpr (kMayUseAmx) {
-      if (use_amx(p)) return attend_chunk_amx(p, chunk, queries_, rows_, ranges_.data(), amx_, states_.data(), sums_);
+      if (use_amx(p)) return AmxChunk(p, chunk, queries_, rows_, ranges_.data(), amx_, states_.data(), sums_).run();
     }
 #endif
     const bool widen_values = !std::is_same_v<T, float> && rows_ > kRowBlock;
@@ -57,7 +58,9 @@ class QueryRows {
   }
 
  private:
-  static bool use_amx(const AttentionProblem& p) { return kMayUseAmx && p.dtype == ScalarType::BFloat16 && amx_available(); }
+  static bool use_amx(const AttentionProblem& p) {
+    return kMayUseAmx && p.dtype == ScalarType::BFloat16 && amx_available();
+  }
 
   Scratch q_memory_, sums_memory_;
   ChunkScratch chunk_;

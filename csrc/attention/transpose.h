@@ -49,10 +49,11 @@ inline void widen_row(float* to, const T* from, int64_t width) {
   if (whole < width) vstore(to + whole, from != nullptr ? vload_n(from + whole, width - whole) : vzero());
 }
 
-// `count` rows; rows beyond it, and null rows, are zero. Writes head_dim rounded up to lanes rows of `pitch` floats. Rows are first
-// copied whole to `staging` (kLanes rows): each is then read from the pool in one sweep.
+// `count` rows; rows beyond it, and null rows, are zero. Writes head_dim rounded up to lanes rows of `pitch` floats.
+// Rows are first copied whole to `staging` (kLanes rows): each is then read from the pool in one sweep.
 template <typename T>
-inline void transpose_keys(float* to, int64_t pitch, const T* const* rows, int64_t count, int64_t head_dim, float* staging) {
+inline void transpose_keys(float* to, int64_t pitch, const T* const* rows, int64_t count, int64_t head_dim,
+                           float* staging) {
   const int64_t staging_pitch = (head_dim + kLanes - 1) / kLanes * kLanes + kLanes;
   for (int64_t j = 0; j < pitch; j += kLanes) {
     for (int i = 0; i < kLanes; ++i) {

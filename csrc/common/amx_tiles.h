@@ -1,4 +1,5 @@
-// Intel AMX: permission to use the tile registers, and the tile shapes of the kernels. Empty in libraries built without AMX.
+// Intel AMX: permission to use the tile registers, and the tile shapes of the kernels. Empty in libraries built without
+// AMX.
 #pragma once
 
 #if defined(__AMX_BF16__) && defined(__x86_64__) && !defined(GRISTMILL_ISA_GENERIC)
@@ -28,11 +29,13 @@ inline bool amx_available() {
   return available;
 }
 
-// GCC's tile intrinsics do not tell the compiler which memory they read: everything stored before must be in memory before tiles are loaded.
+// GCC's tile intrinsics do not tell the compiler which memory they read: everything stored before must be in memory
+// before tiles are loaded.
 inline void tile_fence() { __asm__ volatile("" : : : "memory"); }
 
-// Configures the tile registers of the calling thread for its lifetime. Tiles 0-3 hold sums of (left, right) = (0, 0), (0, 1), (1, 0), (1, 1);
-// 4 and 5 are left operands of `rows` rows, 6 and 7 right operands of 16 rows. Rows are 64 bytes.
+// Configures the tile registers of the calling thread for its lifetime. Tiles 0-3 hold sums of (left, right) = (0, 0),
+// (0, 1), (1, 0), (1, 1); 4 and 5 are left operands of `rows` rows, 6 and 7 right operands of 16 rows. Rows are 64
+// bytes.
 class TileSession {
  public:
   explicit TileSession(int64_t rows) {
