@@ -1,4 +1,4 @@
-// exp, exp of non-positive numbers and tanh over vectors, accurate to about one unit in the last place.
+// exp, exp of non-positive numbers, log and tanh over vectors, accurate to about one unit in the last place.
 #pragma once
 
 #include "common/vec.h"
@@ -46,6 +46,30 @@ inline vf vexp_negative(vf x) {
   const ExpParts e = vexp_parts(clamped);
   const vf y = e.mantissa * vpow2(e.exponent);
   return x < floor ? vzero() : y;
+}
+
+// Natural logarithm of positive normal numbers (Cephes logf).
+inline vf vlog(vf x) {
+  const vu bits = as_uint(x);
+  // x = 2^n * m with m in [sqrt(1/2), sqrt(2))
+  vi n = reinterpret_cast<vi>(bits >> 23) - 127;
+  vf m = as_float((bits & 0x007fffffu) | 0x3f800000u);
+  const auto large = m >= 1.41421356f;
+  m = large ? m * 0.5f : m;
+  n = large ? n + 1 : n;
+  const vf f = m - 1.0f;
+  const vf square = f * f;
+  vf p = vfma(vset1(7.0376836292e-2f), f, vset1(-1.1514610310e-1f));
+  p = vfma(p, f, vset1(1.1676998740e-1f));
+  p = vfma(p, f, vset1(-1.2420140846e-1f));
+  p = vfma(p, f, vset1(1.4249322787e-1f));
+  p = vfma(p, f, vset1(-1.6668057665e-1f));
+  p = vfma(p, f, vset1(2.0000714765e-1f));
+  p = vfma(p, f, vset1(-2.4999993993e-1f));
+  p = vfma(p, f, vset1(3.3333331174e-1f));
+  const vf exponent = __builtin_convertvector(n, vf);
+  const vf low = vfma(exponent, vset1(kLn2Low), vfma(square, vset1(-0.5f), square * f * p));
+  return vfma(exponent, vset1(kLn2High), f + low);
 }
 
 // tanh: an odd polynomial near 0 (Cephes tanhf), 1 - 2 / (e^2x + 1) elsewhere.

@@ -7,7 +7,7 @@
 
 #include "common/parallel.h"
 #include "common/vec.h"
-#include "sampling/gumbel.h"
+#include "sampling/gumbel_scan.h"
 #include "sampling/row_scan.h"
 #include "sampling/sampling.h"
 
@@ -118,7 +118,10 @@ void keep_top_p(double top_p, Workspace& work) {
 
 void keep_min_p(double min_p, std::vector<Candidate>& candidates) {
   const double least = std::min(min_p, 1.0);
-  std::erase_if(candidates, [least](const Candidate& c) { return !(std::exp(c.score) >= least); });
+  const double border = std::log(least), slack = 1e-9;  // only near the border is the exponential itself compared
+  std::erase_if(candidates, [=](const Candidate& c) {
+    return c.score < border - slack || (c.score < border + slack && !(std::exp(c.score) >= least));
+  });
 }
 
 template <typename T>
@@ -126,14 +129,18 @@ int64_t sample_row(const T* logits, int64_t vocab, const Request& request) {
   const RowScan scan = scan_row(logits, vocab);
   if (scan.best < 0 || request.temperature <= 0) return scan.best;
   if (std::isnan(request.temperature)) return -1;
+  const bool top_k = request.top_k > 0 && request.top_k < vocab, top_p = request.top_p < 1, min_p = request.min_p > 0;
+  if (!top_k && !top_p && !min_p) {
+    return gumbel_scan(logits, vocab, scan.largest, request.temperature, request.seed, request.position);
+  }
   static thread_local Workspace work;
-  if (request.top_k > 0 && request.top_k < vocab) {
+  if (top_k) {
     collect_top_k(logits, vocab, scan.largest, request.temperature, request.top_k, work.candidates);
   } else {
     collect(logits, vocab, scan.largest, request.temperature, work.candidates);
   }
-  if (request.top_p < 1) keep_top_p(request.top_p, work);
-  if (request.min_p > 0) keep_min_p(request.min_p, work.candidates);
+  if (top_p) keep_top_p(request.top_p, work);
+  if (min_p) keep_min_p(request.min_p, work.candidates);
   int64_t best = -1;
   double best_value = -INFINITY;
   for (const Candidate& c : work.candidates) {
