@@ -74,7 +74,7 @@ def test_ids_equal_the_solo_run_and_again_from_the_cache(options, model_path, ru
         before = engine.stats
         assert before.running == before.waiting == before.pool_locked == 0
         if options.get("chunk_tokens"):
-            assert before.chunks > 10
+            assert before.chunks >= 5
         again = generate(engine, runs)
         check_all(runs, again)
         assert engine.stats.cached_tokens > before.cached_tokens
