@@ -16,26 +16,17 @@ inline constexpr int64_t kPrefetchRows = 16;
 
 inline int64_t round_up_pairs(int64_t n) { return (n + kTilePairs - 1) / kTilePairs * kTilePairs; }
 
-// q [rows][head_dim] (bfloat16 values held as float) -> right operands [rows / 16][head_dim / 32][16 pairs][16
-// rows][2].
-inline BFloat16* pack_queries(Scratch& scratch, const float* q, int64_t q_pitch, int64_t rows, int64_t head_dim) {
-  const int64_t depth = round_up_pairs(head_dim), blocks = (rows + kTile - 1) / kTile;
-  BFloat16* to = scratch.get<BFloat16>(blocks * kTile * depth);
-  std::fill_n(to, blocks * kTile * depth, BFloat16{0});
-  const auto bits = [](const float& x) {
-    uint32_t word;
-    std::memcpy(&word, &x, sizeof(word));
-    return word;
-  };
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* row = q + r * q_pitch;
-    BFloat16* block = to + r / kTile * kTile * depth + r % kTile * 2;
-    for (int64_t d = 0; d < head_dim; d += 2) {
-      const uint32_t pair = (bits(row[d]) >> 16) | (bits(row[d + 1]) & 0xffff0000u);  // exact: the low halves are zero
-      std::memcpy(block + d / 2 * kTilePairs, &pair, sizeof(pair));
+// Rows [rows][depth], zero beyond the head -> right operands [rows / 16][depth / 32][16 pairs][16 rows][2].
+inline void pack_queries(BFloat16* to, const BFloat16* rows, int64_t count, int64_t depth) {
+  for (int64_t r = 0; r < count; r += kTile) {
+    for (int64_t d = 0; d < depth; d += kTilePairs, to += kTileElements) {
+      vf square[kLanes] = {};  // 32-bit lanes: pairs of bfloat16
+      for (int64_t i = 0; i < std::min(kTile, count - r); ++i)
+        std::memcpy(&square[i], rows + (r + i) * depth + d, sizeof(vf));
+      transpose_square(square);
+      std::memcpy(to, square, sizeof(square));
     }
   }
-  return to;
 }
 
 // Key rows -> left operands [keys / 16][head_dim / 32][16 keys][32].
@@ -233,7 +224,7 @@ inline void softmax_block(float* scores, int64_t pitch, BFloat16* weights, const
 }
 
 struct AmxScratch {
-  Scratch queries, keys, values, scores, weights, outputs;
+  Scratch rows, queries, keys, values, scores, weights, outputs;
 };
 
 // As attend_chunk of chunk_cpu.h, for rows packed by pack_queries.

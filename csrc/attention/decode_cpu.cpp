@@ -107,7 +107,7 @@ class Decode {
     const int64_t begin = std::max<int64_t>(0, p_.window_start(p_.kv_len(request) - 1) - start);
     rows.resize(p_, group);
     for (int64_t g = 0; g < group; ++g) {
-      p_.load_q(rows.row(g), request, first_head + g);
+      rows.load(p_, g, request, first_head + g);
       rows.range(g) = RowRange{begin, chunk.count, chunk.holes ? mask : nullptr};
     }
     rows.ready(p_);

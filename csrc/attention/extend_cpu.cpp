@@ -77,13 +77,8 @@ class Extend {
     const int64_t first_row = args_.qo_indptr[request] + tile.first;
     QueryRows<T>& rows = scratch.rows;
     rows.resize(p_, num_rows);
-    for (int64_t r = 0; r < num_rows; ++r) p_.load_q(rows.row(r), first_row + r / group, first_head + r % group);
+    for (int64_t r = 0; r < num_rows; ++r) rows.load(p_, r, first_row + r / group, first_head + r % group);
     rows.ready(p_);
-    const int64_t pitch = rows.sum_pitch();
-    float* totals = scratch.totals.template get<float>(num_rows * pitch);
-    std::fill_n(totals, num_rows * pitch, 0.0f);
-    scratch.states.assign(static_cast<size_t>(num_rows), RowState{-INFINITY, 0});
-    RowState* states = scratch.states.data();
 
     int64_t tile_begin = p_.kv_len(request), tile_end = 0;
     for (int64_t i = 0; i < positions; ++i) {
@@ -92,16 +87,32 @@ class Extend {
       tile_begin = std::min(tile_begin, begin);
       tile_end = std::max(tile_end, end);
     }
-    for (int64_t start = tile_begin / kChunk * kChunk; start < tile_end; start += kChunk) {
+    tile_begin = tile_begin / kChunk * kChunk;
+    const auto attend = [&](int64_t start) {
       ChunkKeys<T> chunk;
       chunk.locate(p_, request, kv_head, start, bad_);
       set_ranges(request, tile.first, positions, start, chunk, scratch);
       rows.attend(p_, chunk);
+    };
+    const auto finish = [&](int64_t r, const float* sum, const RowState& state) {
+      finish_row(p_, first_row + r / group, first_head + r % group, sum, state);
+    };
+    if (tile_begin < tile_end && tile_end - tile_begin <= kChunk) {
+      attend(tile_begin);
+      for (int64_t r = 0; r < num_rows; ++r) finish(r, rows.sum(r), rows.state(r));
+      return;
+    }
+    const int64_t pitch = rows.sum_pitch();
+    float* totals = scratch.totals.template get<float>(num_rows * pitch);
+    std::fill_n(totals, num_rows * pitch, 0.0f);
+    scratch.states.assign(static_cast<size_t>(num_rows), RowState{-INFINITY, 0});
+    RowState* states = scratch.states.data();
+    for (int64_t start = tile_begin; start < tile_end; start += kChunk) {
+      attend(start);
       for (int64_t r = 0; r < num_rows; ++r)
         merge_chunk(totals + r * pitch, states[r], rows.sum(r), rows.state(r), p_.head_dim_v);
     }
-    for (int64_t r = 0; r < num_rows; ++r)
-      finish_row(p_, first_row + r / group, first_head + r % group, totals + r * pitch, states[r]);
+    for (int64_t r = 0; r < num_rows; ++r) finish(r, totals + r * pitch, states[r]);
   }
 
   void set_ranges(int64_t request, int64_t first, int64_t positions, int64_t start, const ChunkKeys<T>& chunk,

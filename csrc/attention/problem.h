@@ -57,6 +57,10 @@ struct AttentionProblem {
     }
   }
 
+  const BFloat16* q_bfloat16(int64_t row, int64_t head) const {
+    return static_cast<const BFloat16*>(q) + row * q_row + head * q_head;
+  }
+
   // out = o * factor
   void store_out(int64_t row, int64_t head, const float* o, float factor) const {
     const int64_t offset = row * out_row + head * out_head;

@@ -23,18 +23,37 @@ class QueryRows {
   // Rows of a work item that amortise the unpacking of a chunk, while scores and sums still fit the L2 cache.
   static int64_t target_rows(const AttentionProblem& p) { return use_amx(p) ? 256 : 96; }
 
-  // Room for `rows` rows; fill them through row(), then call ready().
+  // Room for `rows` rows; fill them through load() and range(), then call ready().
   void resize(const AttentionProblem& p, int64_t rows) {
     rows_ = rows;
-    pitch_ = round_up_lanes(p.head_dim);
     sum_pitch_ = round_up_lanes(p.head_dim_v);
-    q_ = q_memory_.get<float>(rows * pitch_);
     sums_ = sums_memory_.get<float>(rows * sum_pitch_);
     states_.resize(static_cast<size_t>(rows));
     ranges_.resize(static_cast<size_t>(rows));
+#if defined(GRISTMILL_AMX)
+    if (use_amx(p)) {
+      pitch_ = round_up_pairs(p.head_dim);
+      amx_rows_ = amx_.rows.get<BFloat16>(rows * pitch_);
+      return;
+    }
+#endif
+    pitch_ = round_up_lanes(p.head_dim);
+    q_ = q_memory_.get<float>(rows * pitch_);
   }
 
-  float* row(int64_t r) { return q_ + r * pitch_; }
+  // Row r is query `row`, head `head`.
+  void load(const AttentionProblem& p, int64_t r, int64_t row, int64_t head) {
+#if defined(GRISTMILL_AMX)
+    if (use_amx(p)) {
+      BFloat16* to = amx_rows_ + r * pitch_;
+      std::copy_n(p.q_bfloat16(row, head), p.head_dim, to);
+      std::fill(to + p.head_dim, to + pitch_, BFloat16{0});
+      return;
+    }
+#endif
+    p.load_q(q_ + r * pitch_, row, head);
+  }
+
   RowRange& range(int64_t r) { return ranges_[static_cast<size_t>(r)]; }
   const RowState& state(int64_t r) const { return states_[static_cast<size_t>(r)]; }
   const float* sum(int64_t r) const { return sums_ + r * sum_pitch_; }
@@ -42,7 +61,9 @@ class QueryRows {
 
   void ready([[maybe_unused]] const AttentionProblem& p) {
 #if defined(GRISTMILL_AMX)
-    if (use_amx(p)) queries_ = pack_queries(amx_.queries, q_, pitch_, rows_, p.head_dim);
+    if (!use_amx(p)) return;
+    queries_ = amx_.queries.get<BFloat16>((rows_ + kTile - 1) / kTile * kTile * pitch_);
+    pack_queries(queries_, amx_rows_, rows_, pitch_);
 #endif
   }
 
@@ -66,7 +87,8 @@ class QueryRows {
   ChunkScratch chunk_;
 #if defined(GRISTMILL_AMX)
   AmxScratch amx_;
-  const BFloat16* queries_ = nullptr;
+  BFloat16* amx_rows_ = nullptr;
+  BFloat16* queries_ = nullptr;
 #endif
   float* q_ = nullptr;
   float* sums_ = nullptr;

@@ -16,7 +16,7 @@ namespace gristmill {
 namespace {
 
 // K elements of a panel that stay in the L1 cache (32 x 256 float32) while the row tiles pass by; whole chains.
-constexpr int64_t kBlock = 256;
+constexpr int64_t kBlock = 128;
 static_assert(kBlock % kChain == 0);
 // Elements of x repacked at once, so that scratch stays small for long prompts.
 constexpr int64_t kMaxPacked = int64_t{4} << 20;
