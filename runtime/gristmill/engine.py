@@ -33,6 +33,7 @@ from gristmill.tokenizer.validate import (
     check_int,
     check_sampling,
     check_stops,
+    check_text,
     choice_seed,
     make_submit,
 )
@@ -198,8 +199,12 @@ class Engine:
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, of the messages of a chat (with the chat template), or the given ids themselves."""
         if isinstance(prompt, str):
+            check_text("prompt", prompt)
             return self.tokenizer.encode(prompt)
         if len(prompt) and isinstance(prompt[0], Mapping):
+            for message in prompt:
+                if isinstance(text := message.get("content"), str):  # type: ignore[union-attr]
+                    check_text("messages", text)
             try:
                 return self.tokenizer.apply_chat_template([dict(message) for message in prompt])  # type: ignore[arg-type]
             except ValueError as error:
@@ -207,6 +212,11 @@ class Engine:
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     # --- the engine itself
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and output together: what the model, the options and the KV pool allow."""
+        return self._manager.limits.context_length
 
     @property
     def stats(self) -> Stats:

@@ -47,7 +47,7 @@ class Options:
     )
     attention_backend: str = _opt("auto", "attention backend by registered name, or auto", group="compute")
     context_length: int = _opt(0, "longest prompt + output in tokens (0: what the model was trained for)", low=0, group="model")
-    threads: int = _opt(0, "CPU threads of the model worker (0: the cores this process may use)", low=0, group="compute")
+    threads: int = _opt(0, "CPU threads of the model worker (0: the cores this process may use)", low=0, high=1024, group="compute")
 
     pool_tokens: int = _opt(0, "token slots of the KV pool (0: as many as kv_memory_fraction allows)", low=0, group="memory")
     kv_memory_fraction: float = _opt(

@@ -13,39 +13,43 @@ from typing import Any
 
 from gristmill.cli.arguments import SERVER_ONLY, add_options, options_from
 from gristmill.cli.generate import local_engine, printable
-from gristmill.cli.sampling import add_sampling, sampling_from
+from gristmill.cli.sampling import add_sampling, argument_text, sampling_from, with_max_tokens
 from gristmill.errors import GristmillError, OptionError
 
 Message = dict[str, str]
 Answer = Callable[[list[Message]], Iterator[str]]  # pieces of the model's answer to a conversation
 
+DEFAULT_MAX_TOKENS = 512
 _HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="URL", help="talk to a server at this address instead, such as http://127.0.0.1:8000")
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
-    add_sampling(parser, max_tokens=512)
+    add_sampling(parser, DEFAULT_MAX_TOKENS)
     add_options(parser, SERVER_ONLY)
 
 
 def run(arguments: argparse.Namespace) -> int:
     sampling = sampling_from(arguments)
+    system = argument_text("--system", arguments.system) if arguments.system else None
     if arguments.url:
         url = arguments.url.rstrip("/").removesuffix("/v1")
         model = getattr(arguments, "model", None) or _served_model(url)
-        return converse(lambda messages: _ask_server(url, model, messages, sampling), arguments.system, f"{model} at {url}")
+        return converse(lambda messages: _ask_server(url, model, messages, sampling), system, f"{model} at {url}")
     options = options_from(arguments, skip=SERVER_ONLY, log_level="warning")
     with local_engine(options) as engine:
         if engine.tokenizer.chat_template is None:
             raise GristmillError(f"{options.model} has no chat template; use `gristmill generate`")
 
         def answer(messages: list[Message]) -> Iterator[str]:
-            with contextlib.closing(engine.stream(messages, **sampling)) as pieces:
+            ids = engine.prompt_ids(messages)
+            fitting = with_max_tokens(sampling, DEFAULT_MAX_TOKENS, len(ids), engine.context_length)
+            with contextlib.closing(engine.stream(ids, **fitting)) as pieces:
                 for _, delta in pieces:
                     yield delta.text
 
-        return converse(answer, arguments.system, engine.options.served_model_name)
+        return converse(answer, system, engine.options.served_model_name)
 
 
 def converse(answer: Answer, system: str | None, name: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gristmill.cli.arguments import SERVER_ONLY, add_options, options_from
-from gristmill.cli.sampling import add_sampling, sampling_from
+from gristmill.cli.sampling import add_sampling, argument_text, sampling_from, with_max_tokens
 from gristmill.errors import OptionError
 from gristmill.logs import setup_logging
 from gristmill.options import Options
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from gristmill.engine import Engine
 
 
+DEFAULT_MAX_TOKENS = 128
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="prompt, - for standard input; may be given several times")
     parser.add_argument("--chat", action="store_true", help="give each prompt to the model as a user's message (chat template)")
     parser.add_argument("-n", type=int, default=1, metavar="INT", help="choices per prompt (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per choice instead of the text")
-    add_sampling(parser, max_tokens=128)
+    add_sampling(parser, DEFAULT_MAX_TOKENS)
     add_options(parser, SERVER_ONLY)
 
 
@@ -33,15 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_from(arguments, skip=SERVER_ONLY, log_level="warning")
     if not arguments.prompt:
         raise OptionError("a prompt is missing: -p TEXT, or -p - to read standard input")
-    prompts: list[Any] = [sys.stdin.read() if prompt == "-" else prompt for prompt in arguments.prompt]
+    prompts: list[Any] = [_stdin_text() if prompt == "-" else argument_text("-p", prompt) for prompt in arguments.prompt]
     if arguments.chat:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     sampling = sampling_from(arguments)
     with local_engine(options) as engine:
-        if len(prompts) == 1 and arguments.n == 1 and not arguments.json:
-            stream(engine, prompts[0], sampling)
+        ids = [engine.prompt_ids(prompt) for prompt in prompts]
+        sampling = with_max_tokens(sampling, DEFAULT_MAX_TOKENS, max(map(len, ids)), engine.context_length)
+        if len(ids) == 1 and arguments.n == 1 and not arguments.json:
+            stream(engine, ids[0], sampling)
             return 0
-        for output in engine.generate([engine.prompt_ids(prompt) for prompt in prompts], n=arguments.n, **sampling):
+        for output in engine.generate(ids, n=arguments.n, **sampling):
             if arguments.json:
                 usage = {name: getattr(output.usage, name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")}
                 record = {"prompt": output.prompt_index, "index": output.index, "text": output.text, "ids": output.ids}
@@ -49,6 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 print(f"--- prompt {output.prompt_index + 1}, choice {output.index + 1}\n{printable(output.text)}", flush=True)
     return 0
+
+
+def _stdin_text() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"standard input is not valid UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def stream(engine: Engine, prompt: Any, sampling: dict[str, Any]) -> str:

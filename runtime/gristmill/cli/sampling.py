@@ -1,18 +1,22 @@
-"""Sampling flags that `generate` and `chat` share."""
+"""What `generate` and `chat` share: sampling flags, and the text that comes from a command line."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from gristmill.errors import OptionError
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Flags of one request; ranges are checked by the engine, which names what it refuses."""
+    """Flags of one request; ranges are checked by the engine, which names what it refuses. `max_tokens` is the default."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-tokens", type=_number(int), default=max_tokens, metavar="INT", help=f"most tokens to generate (default: {max_tokens})"
+        "--max-tokens",
+        type=_number(int),
+        metavar="INT",
+        help=f"most tokens to generate (default: {max_tokens}, or what the context leaves)",
     )
     group.add_argument("--temperature", type=_number(float), metavar="FLOAT", help="0 is greedy (default: 0.7)", default=0.7)
     group.add_argument("--top-p", type=_number(float), metavar="FLOAT", help="smallest set of tokens with this probability (default: 1)")
@@ -26,7 +30,23 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 def sampling_from(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags that were given, as keyword arguments of Engine.generate."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "stop")
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if "stop" in given:
+        given["stop"] = [argument_text("--stop", text) for text in given["stop"]]
+    return given
+
+
+def with_max_tokens(sampling: dict[str, Any], default: int, n_prompt: int, context_length: int) -> dict[str, Any]:
+    """`sampling` with max_tokens: what the user asked for, else the default as far as the context allows."""
+    return {"max_tokens": max(1, min(default, context_length - n_prompt)), **sampling}
+
+
+def argument_text(name: str, text: str) -> str:
+    """An argument as text. Bytes that the locale could not decode arrive as lone surrogates; they are UTF-8 or refused."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        raise OptionError(f"{name} is not valid UTF-8 text: {text[:40]!a}") from None
 
 
 def _number(kind: type[int] | type[float]) -> Any:

@@ -72,12 +72,21 @@ def check_ids(name: str, values: Sequence[int], limits: Limits) -> None:
             raise RequestError(f"{name} holds token id {_short(value)}; ids go from 0 to {limits.vocab_size - 1}", name)
 
 
+def check_text(name: str, text: str) -> None:
+    """`text` must be encodable: a Python string may hold lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid text: character {error.start} is a lone surrogate", name) from None
+
+
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop has {len(stops)} strings; {MAX_STOPS} is the most", "stop")
     for stop in stops:
         if not stop:
             raise RequestError("stop holds an empty string", "stop")
+        check_text("stop", stop)
         if len(stop) > MAX_STOP_CHARS:
             raise RequestError(f"a stop string has {len(stop)} characters; {MAX_STOP_CHARS} is the most", "stop")
     return tuple(dict.fromkeys(stops))

@@ -12,6 +12,7 @@ import pytest
 
 from gristmill.cli import chat, doctor
 from gristmill.cli.main import main
+from gristmill.cli.sampling import argument_text
 from tests.support.tiny_model import make_tiny_model
 
 SMALL = ("--dtype=float32", "--pool-tokens=1024", "--threads=1", "--temperature=0", "--max-tokens=6")
@@ -59,6 +60,9 @@ def test_chat_answers_each_line_and_remembers_until_reset(model: Path) -> None:
         (["generate", "/nowhere", "-p", "x"], 1, "MODEL '/nowhere' does not exist"),
         (["generate", "M", "-p", "x", "--max-tokens=many"], 2, "must be a whole number, not 'many'"),
         (["generate", "M", "-p", "x", "--port=80"], 2, "unknown option --port"),
+        (["generate", "M", "-p", "x", "--threads=100000"], 2, "--threads must be a whole number from 0 to 1024"),
+        (["generate", "M", "-p", "\udcff\udcfe bad"], 2, "-p is not valid UTF-8 text"),
+        (["chat", "M", "--system", "\udcff"], 2, "--system is not valid UTF-8 text"),
         (["chat", "--url", "ftp://x"], 2, "--url must begin with http"),
         (["chat", "--url", "http://127.0.0.1:9"], 1, "cannot reach http://127.0.0.1:9"),
         (["chat"], 2, "MODEL is missing"),
@@ -69,6 +73,21 @@ def test_a_command_that_cannot_be_done_is_one_line(words: list[str], code: int, 
     assert main(words) == code
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+def test_an_argument_in_utf8_is_read_whatever_the_locale() -> None:
+    assert argument_text("-p", "é水".encode().decode("ascii", "surrogateescape")) == "é水" == argument_text("-p", "é水")
+
+
+def test_without_max_tokens_the_context_is_the_limit(model: Path) -> None:
+    small = [flag for flag in SMALL if not flag.startswith("--max-tokens")]
+    prompt = "x " * 200
+    done = run("generate", str(model), "-p", prompt, "--json", "--stop=never to be seen", *small, "--context-length=256")
+    assert done.returncode == 0, done.stderr
+    usage = json.loads(done.stdout)["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] <= 256
+    chatting = run("chat", str(model), *small, stdin="Name two rivers")
+    assert chatting.returncode == 0 and len(chatting.stdout) > 3, chatting.stderr
 
 
 def test_a_reader_that_leaves_ends_generate_quietly(model: Path) -> None:
