@@ -206,7 +206,7 @@ def machine() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "kernels_isa": gk.capabilities().get("isa"),
+        "kernels_isa": gk.capabilities()["native"]["isa"],
     }
 
 

@@ -1,4 +1,6 @@
 // silu(gate) * up on the CPU; the first half of a row is the gate, the second the factor.
+#include <type_traits>
+
 #include "activation/activation.h"
 #include "common/parallel.h"
 #include "common/vec_math.h"
@@ -8,17 +10,20 @@ namespace {
 
 // gate / (1 + e^-gate) * up. With e = e^-|gate| nothing overflows (below -174 the result is 0 for any sane factor; the
 // bound keeps vscale exact). For gate < 0 the power of two of e is applied last, so that results keep all their bits
-// down to the denormal range. The
-// *_low parts carry the rounding errors of their namesakes to the end, where the result is rounded once.
+// down to the denormal range. The *_low parts carry the rounding errors of their namesakes to the end, where the result
+// is rounded once; the 16-bit types need no such care.
+template <typename T>
 inline vf silu_mul(vf gate, vf up) {
   vf a = -vabs(gate);
   a = a < -174.0f ? vset1(-174.0f) : a;
   const ExpParts exp = vexp_parts(a);
   const vf e = vscale(exp.mantissa, exp.exponent);
   const vf divisor = 1.0f + e;
-  const vf divisor_low = e - (divisor - 1.0f);
   const auto negative = gate < 0.0f;
+  const vi exponent = negative ? exp.exponent : vi{};
   const vf product = gate * exp.mantissa;
+  if constexpr (!std::is_same_v<T, float>) return vscale((negative ? product : gate) / divisor * up, exponent);
+  const vf divisor_low = e - (divisor - 1.0f);
   const vf product_low = vfma(gate, exp.mantissa_low, vfma(gate, exp.mantissa, -product));
   const vf numerator = negative ? product : gate;
   const vf numerator_low = negative ? product_low : vzero();
@@ -26,7 +31,6 @@ inline vf silu_mul(vf gate, vf up) {
   const vf quotient = numerator * inverse;
   const vf rest = vfma(-quotient, divisor_low, vfma(-quotient, divisor, numerator) + numerator_low);
   const vf quotient_low = rest * inverse;
-  const vi exponent = negative ? exp.exponent : vi{};
   return vscale(vfma(quotient, up, quotient_low * up), exponent);
 }
 
@@ -34,8 +38,8 @@ template <typename T>
 void silu_and_mul_row(T* out, const T* x, int64_t width) {
   const T* up = x + width;
   for_lanes(
-      width, [&](int64_t i) { vstore(out + i, silu_mul(vload(x + i), vload(up + i))); },
-      [&](int64_t i, int64_t n) { vstore_n(out + i, silu_mul(vload_n(x + i, n), vload_n(up + i, n)), n); });
+      width, [&](int64_t i) { vstore(out + i, silu_mul<T>(vload(x + i), vload(up + i))); },
+      [&](int64_t i, int64_t n) { vstore_n(out + i, silu_mul<T>(vload_n(x + i, n), vload_n(up + i, n)), n); });
 }
 
 }  // namespace

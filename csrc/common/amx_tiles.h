@@ -40,12 +40,12 @@ class TileSession {
  public:
   explicit TileSession(int64_t rows) {
     Config config;
-    keep(&config);
     for (int t = 0; t < 8; ++t) {
       config.bytes_per_row[t] = 64;
       config.rows[t] = static_cast<uint8_t>(t >= 6 ? kTile : rows);
     }
-    tile_fence();
+    // The whole struct must be in memory; the intrinsic names only its first word.
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~TileSession() { _tile_release(); }
@@ -53,12 +53,6 @@ class TileSession {
   TileSession& operator=(const TileSession&) = delete;
 
  private:
-  // Lets the address escape, so that the fence covers the struct.
-  template <typename T>
-  static void keep(T* p) {
-    __asm__ volatile("" : : "r"(p) : "memory");
-  }
-
   struct alignas(64) Config {
     uint8_t palette = 1;
     uint8_t start_row = 0;

@@ -67,6 +67,9 @@ class VectorLinear {
 
  private:
   static constexpr int64_t kGroup = TileTraits<T>::kGroup;
+  // 16-bit weights that are multiplied as float are converted once for several tiles; the products and their order stay
+  // the same.
+  static constexpr bool kWidens = !std::is_same_v<T, float> && std::is_same_v<Left, float>;
 
   void multiply(int64_t row, const RowTiles& tiles, const Left* left) {
     const int64_t panels = num_panels(args_.n);
@@ -90,7 +93,7 @@ class VectorLinear {
                 int64_t panel_end) {
     static constexpr auto table = tile_table<T>(std::make_integer_sequence<int, kTileRows>());
     static thread_local Scratch scratch;
-    const TileFunction<T> block = table[static_cast<size_t>(tiles.rows - 1)];
+    static constexpr auto float_table = tile_table<float>(std::make_integer_sequence<int, kTileRows>());
     const int64_t tile_floats = tiles.rows * kPanelColumns;
     const int64_t panel_floats = (tile_end - tile) * tile_floats;
     float* sums = scratch.get<float>((panel_end - panel) * panel_floats);
@@ -99,10 +102,21 @@ class VectorLinear {
       const int64_t count = std::min(block_steps, steps_ - s);
       for (int64_t p = panel; p < panel_end; ++p) {
         const T* weights = args_.packed + p * panel_size<T>(args_.k) + s * kGroup * kPanelColumns;
-        for (int64_t t = tile; t < tile_end; ++t) {
-          block(sums + (p - panel) * panel_floats + (t - tile) * tile_floats, left + (t * steps_ + s) * tiles.rows,
-                weights, count, s == 0);
+        const auto run_tiles = [&](auto block, const auto* block_weights) {
+          for (int64_t t = tile; t < tile_end; ++t) {
+            float* target = sums + (p - panel) * panel_floats + (t - tile) * tile_floats;
+            block(target, left + (t * steps_ + s) * tiles.rows, block_weights, count, s == 0);
+          }
+        };
+        if constexpr (kWidens) {
+          if (tile_end - tile > 1) {
+            alignas(64) float wide[kBlock * kPanelColumns];
+            widen_panel(wide, weights, count);
+            run_tiles(float_table[static_cast<size_t>(tiles.rows - 1)], wide);
+            continue;
+          }
         }
+        run_tiles(table[static_cast<size_t>(tiles.rows - 1)], weights);
       }
     }
     for (int64_t p = panel; p < panel_end; ++p) {

@@ -70,6 +70,22 @@ inline void tile_step(vf (&acc)[kRows][kPanelVectors], const float* left, const 
   }
 }
 
+// Part of a panel, `rows` elements along K, to float [rows][32].
+inline void widen_panel(float* to, const Half* panel, int64_t rows) {
+  for (int64_t i = 0; i < rows * kPanelColumns; i += kLanes) vstore(to + i, vload(panel + i));
+}
+
+inline void widen_panel(float* to, const BFloat16* panel, int64_t rows) {
+  for (int64_t s = 0; s < rows; s += 2) {
+    for (int64_t c = 0; c < kPanelColumns; c += kLanes) {
+      vu pair;
+      std::memcpy(&pair, panel + s * kPanelColumns + 2 * c, sizeof(pair));
+      vstore(to + s * kPanelColumns + c, as_float(pair << 16));
+      vstore(to + (s + 1) * kPanelColumns + c, as_float(pair & 0xffff0000u));
+    }
+  }
+}
+
 // How far ahead, into the L2 cache; measured.
 inline constexpr int64_t kPrefetchBytes = 8192;
 
@@ -108,13 +124,15 @@ inline void tile_chain(vf (&acc)[kRows][kPanelVectors], const typename TileTrait
   } else {
     // Two elements along K share a 32-bit lane: the even one in its low half.
     for (int64_t s = 0; s < steps; s += 2) {
-      vu pair[kPanelVectors];
-      std::memcpy(pair, panel + s * kPanelColumns, sizeof(pair));
-      for (int r = 0; r < kRows; ++r) {
-        const vf even = vset1(left[s * kRows + r]), odd = vset1(left[(s + 1) * kRows + r]);
-        for (int v = 0; v < kPanelVectors; ++v) {
-          acc[r][v] = vfma(even, as_float(pair[v] << 16), acc[r][v]);
-          acc[r][v] = vfma(odd, as_float(pair[v] & 0xffff0000u), acc[r][v]);
+      prefetch_panel<T, kRows>(panel + s * kPanelColumns);
+      prefetch_panel<T, kRows>(panel + (s + 1) * kPanelColumns);
+      for (int v = 0; v < kPanelVectors; ++v) {
+        vu pair;
+        std::memcpy(&pair, panel + s * kPanelColumns + v * 2 * kLanes, sizeof(pair));
+        const vf even = as_float(pair << 16), odd = as_float(pair & 0xffff0000u);
+        for (int r = 0; r < kRows; ++r) {
+          acc[r][v] = vfma(vset1(left[s * kRows + r]), even, acc[r][v]);
+          acc[r][v] = vfma(vset1(left[(s + 1) * kRows + r]), odd, acc[r][v]);
         }
       }
     }

@@ -1,15 +1,17 @@
 """The core checks of one native library, run as a process of its own by test_native_levels.py: a process opens one library only.
-Usage: GRISTMILL_KERNELS_ISA=<level> python -m tests.kernels.native_core <seed>"""
+Usage: GRISTMILL_KERNELS_ISA=<level> python -m tests.kernels.native_core <seed> [<directory of another build's libraries>]"""
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+from pathlib import Path
+
+import torch
 
 import gristmill_kernels as gk
-import torch
 from gristmill_kernels import dispatch, loader
-
 from tests.kernels.conformance import cases_attention, cases_logits, cases_rows
 from tests.kernels.conformance.harness import Case, run_case
 
@@ -68,6 +70,9 @@ def check_decode_equals_extend(seed: int) -> None:
 
 def main() -> None:
     seed = int(sys.argv[1])
+    if len(sys.argv) > 2:
+        other = loader.open_library(loader.find(Path(sys.argv[2])))
+        loader.native_library = functools.cache(lambda: other)
     torch.set_num_threads(2)
     state = loader.native_library()
     assert state.reason is None, state.reason
