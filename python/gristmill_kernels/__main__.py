@@ -67,6 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(report, indent=2) if options.json else format_report(report), flush=True)
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains too
+        print(f"gristmill_kernels: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

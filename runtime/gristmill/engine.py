@@ -273,6 +273,8 @@ class Engine:
         skip_special: bool = True,
         sampling: Mapping[str, Any] = {},
     ) -> list[Submit]:
+        if self._closed:
+            raise GristmillError("this Engine is closed")
         ids = self.prompt_ids(prompt)
         limits = self._manager.limits
         check_ids("prompt", ids, limits)

@@ -29,6 +29,7 @@ ROLES = {
 }
 NAMES = {"scheduler": "scheduler", "detokenizer": "detokenizer", "worker": "model worker"}
 
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GOODBYE = b"bye\n"  # the parent's last word; without it, the end of standard input means that it was killed
 _EXIT_GRACE_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -37,8 +38,9 @@ _PR_SET_PDEATHSIG = 1
 def main(role: str) -> int:
     """Run `role` until it is told to stop; returns the exit code."""
     # a terminal's Ctrl-C or hang-up and a service manager's SIGTERM reach the whole group: the parent decides what they mean
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent blocked them until here
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 0  # the parent died while starting us

@@ -70,9 +70,12 @@ class View:
         self._started: dict[str, float] = {}
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
+        self._closed = False
 
     def __call__(self, what: str, done: int, total: int) -> None:
         with self._lock:
+            if self._closed:  # a report that came late must not draw over what follows
+                return
             start = self._started.setdefault(what, time.monotonic())
             if self._terminal:
                 self._draw(what, done, total)
@@ -100,6 +103,7 @@ class View:
             self._tasks.clear()
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Take the bar off the terminal for good."""
         with self._lock:
+            self._closed = True
             self._stop()

@@ -75,6 +75,7 @@ class _Server:
 
     async def run(self) -> int:
         from gristmill.server.app import build_app
+        from gristmill.server.http_protocol import BoundedHttpProtocol
         from gristmill.tokenizer.manager import TokenizerManager
 
         loop = asyncio.get_running_loop()
@@ -98,7 +99,7 @@ class _Server:
                 build_app(manager, self.options),
                 log_config=None,
                 access_log=False,
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="none",
                 lifespan="off",
                 loop="asyncio",

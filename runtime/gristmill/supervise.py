@@ -21,7 +21,7 @@ import msgspec
 import gristmill
 from gristmill import progress
 from gristmill.errors import GristmillError
-from gristmill.launch_child import GOODBYE, NAMES
+from gristmill.launch_child import GOODBYE, GROUP_SIGNALS, NAMES
 from gristmill.launch_config import LaunchConfig
 from gristmill.logs import escape
 from gristmill.resources import cpu_count
@@ -62,13 +62,18 @@ class Child:
         self.last_line = ""
         self._show_progress = show_progress
         # -m puts the working directory on sys.path: a torch.py lying there must not become ours (PYTHONSAFEPATH: Python >= 3.11)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gristmill.launch_child", role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=_child_environment(role, config),
-        )
+        # signals of the process group must not end it before it ignores them: it starts with them blocked
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gristmill.launch_child", role],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=_child_environment(role, config),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended already: its end says why
             self.process.stdin.write(config.to_json() + b"\n")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -313,3 +315,19 @@ def test_32_nothing_follows_the_end_and_flush_empties_the_tree(server):
     stats = server.wait_idle()
     assert stats["pool_evictable"] == 0
     assert complete(server, prompt=f"{PROMPT} 0")["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0) == 0
+
+
+def test_endless_headers_end_the_connection(server):
+    before = psutil.Process(server.process.pid).memory_info().rss
+    connection = socket.create_connection(server.address, timeout=20)
+    try:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: ")
+        for _ in range(60):
+            connection.sendall(b"a" * (1 << 20))
+        answer = connection.recv(4096)
+    except OSError:
+        answer = b""  # closed while we were still sending
+    connection.close()
+    assert not answer or answer.startswith(b"HTTP/1.1 400"), answer
+    assert psutil.Process(server.process.pid).memory_info().rss - before < 20 << 20
+    assert complete(server, max_tokens=1)["usage"]["completion_tokens"] == 1

@@ -432,3 +432,14 @@ def test_no_code_that_runs_turns_bytes_into_objects_or_code() -> None:
     files = [path for folder in ("runtime/gristmill", "python/gristmill_kernels", "examples") for path in (root / folder).rglob("*.py")]
     assert len(files) > 50
     assert [found for path in files for found in _deserialisers(path)] == []
+
+
+def test_ctrl_c_at_any_moment_of_the_start_is_one_quiet_end(model: Path) -> None:
+    for delay in (0.2, 0.5, 0.8, 1.1, 1.5):
+        with served(model, "--threads=1", ready=False) as server:
+            time.sleep(delay)  # the moment is what is tested: imports, start of the children, loading
+            os.killpg(server.process.pid, signal.SIGINT)
+            code = server.wait(10)
+            assert code in (130, -signal.SIGINT), (delay, code, server.text)
+            assert "Traceback" not in server.text and "KeyboardInterrupt" not in server.text, (delay, server.text)
+            server.wait_gone(5)

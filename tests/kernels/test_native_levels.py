@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from gristmill_kernels import loader
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -61,7 +61,10 @@ def converse(answer: Answer, system: str | None, name: str) -> int:
         print(f"{name}. {_HELP}.")
     while True:
         try:
-            line = input("\nyou: " if interactive else "").strip()
+            line = argument_text("this line", input("\nyou: " if interactive else "")).strip()
+        except OptionError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
         except (EOFError, KeyboardInterrupt):
             if interactive:
                 print()

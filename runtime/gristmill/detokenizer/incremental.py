@@ -35,6 +35,11 @@ class IncrementalText:
             return self._stripped(self._decoder.decode(raw))
         return self._resolve(raw, final=False)
 
+    def breaks(self, raw: bytes) -> bool:
+        """Whether an incomplete character is held back that `raw` does not continue: it becomes U+FFFD before the text of `raw`."""
+        held = self._decoder.getstate()[0]
+        return bool(held and raw) and not _fits(held, raw[:1])
+
     def finish(self) -> str:
         """What is left: at most one U+FFFD, for a character whose end never came."""
         if self._borrowed and not self._fed:

@@ -64,7 +64,8 @@ async def completions(request: Request) -> Response:
         prompt_logprobs=echo and wants_logprobs,
     )
     running = RunningRequest(state, request, facts, f"cmpl-{uuid.uuid4().hex}", [prompt.ids for prompt in prompts], submits)
-    writers = [ChoiceWriter(state.manager.tokenizer, prompts[i // n], echo, wants_logprobs) for i in range(len(submits))]
+    tokenizer = state.manager.tokenizer
+    writers = [ChoiceWriter(tokenizer, prompts[i // n], echo, wants_logprobs, s.detok.skip_special) for i, s in enumerate(submits)]
     if body.stream:
         return await _stream(running, writers, include_usage)
     await collect(running)
@@ -106,8 +107,9 @@ class Prompt(msgspec.Struct):
 class ChoiceWriter:
     """Text and logprob lists of one choice, piece by piece: first the echoed prompt, then the output."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, echo: bool, logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, echo: bool, logprobs: bool, skip_special: bool = True) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
+        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()  # an echoed prompt hides nothing
         self._echo, self._logprobs = echo, logprobs
         self._offset = 0
         self._text = IncrementalText()
@@ -131,22 +133,22 @@ class ChoiceWriter:
                 raw = self._tokenizer.id_to_bytes(first)
                 opening = TokenLogprob(first, raw.decode("utf-8", errors="replace"), raw, None)
                 for entry in [opening, *self._waiting, *prompt_logprobs]:
-                    self._add(lists, entry)
+                    self._add(lists, entry, shown=True)
                 self._offset, self._text = len(shown), IncrementalText()
         for entry in logprobs if lists is not None else ():
             assert lists is not None
-            self._add(lists, entry)
+            self._add(lists, entry, shown=entry.id not in self._hidden)
         return shown + text, lists if lists is not None and lists.tokens else None
 
-    def _add(self, lists: CompletionLogprobs, entry: TokenLogprob) -> None:
+    def _add(self, lists: CompletionLogprobs, entry: TokenLogprob, shown: bool) -> None:
         lists.tokens.append(token_text(entry.raw))
         lists.token_logprobs.append(None if entry.logprob is None else _finite(entry.logprob))
         top = {token_text(t.raw): _finite(t.logprob) for t in entry.top}
         if entry.logprob is not None:
             top[token_text(entry.raw)] = _finite(entry.logprob)
         lists.top_logprobs.append(top if entry.logprob is not None else None)
-        lists.text_offset.append(self._offset)
-        if entry.id not in self._tokenizer.special_ids:
+        lists.text_offset.append(self._offset + (shown and self._text.breaks(entry.raw)))
+        if shown:
             self._offset += len(self._text.feed(entry.raw))
 
 

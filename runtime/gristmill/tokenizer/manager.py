@@ -22,7 +22,7 @@ from gristmill.launch_config import LaunchConfig
 from gristmill.loading.config import ModelConfig
 from gristmill.messages import Abort, Control, Message, Reply, Stats, Submit, Text
 from gristmill.tokenizer.tokenizer import Tokenizer
-from gristmill.tokenizer.validate import Limits
+from gristmill.tokenizer.validate import Limits, RequestError
 from gristmill.trace import NULL_TRACER, NullTracer, open_tracer
 from gristmill.transport import Endpoints, Pull, Push
 
@@ -169,6 +169,9 @@ class TokenizerManager:
             raise EngineUnavailable("the model is still being loaded; try again in a moment")
         if self.stats.draining:
             raise EngineUnavailable("the server is shutting down")
+        most = self.config.options.max_queued
+        if len(choices) > most:
+            raise RequestError(f"the request asks for {len(choices)} choices at once; this server queues {most} (--max-queued)", "n")
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if f"{request_id}-0" in self._open:
             raise ValueError(f"request id {request_id!r} is already in use")

@@ -90,6 +90,32 @@ def test_without_max_tokens_the_context_is_the_limit(model: Path) -> None:
     assert chatting.returncode == 0 and len(chatting.stdout) > 3, chatting.stderr
 
 
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_failure(model: Path, redirection: str) -> None:
+    words = f"{sys.executable} -m gristmill generate {model} -p x {' '.join(SMALL)} {redirection}"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_full_disk_behind_standard_output_is_one_line(model: Path) -> None:
+    words = f"{sys.executable} -m gristmill generate {model} -p x {' '.join(SMALL)} >/dev/full"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_output_in_an_encoding_that_lacks_characters_goes_on(model: Path) -> None:
+    command = [sys.executable, "-m", "gristmill", "generate", str(model), "-p", "é水", *SMALL, "--max-tokens=40"]
+    done = subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout.isascii() and not done.stderr
+
+
+def test_input_that_is_not_utf8_is_one_line(model: Path) -> None:
+    for words, code in ((("generate", str(model), "-p", "-", *SMALL), 2), (("chat", str(model), *SMALL), 0)):
+        command = [sys.executable, "-m", "gristmill", *words]
+        done = subprocess.run(command, input=b"\xff\xfe\n", capture_output=True, timeout=120)
+        assert done.returncode == code and done.stderr.count(b"\n") == 1 and b"not valid UTF-8" in done.stderr, done.stderr
+
+
 def test_a_reader_that_leaves_ends_generate_quietly(model: Path) -> None:
     command = [sys.executable, "-m", "gristmill", "generate", str(model), "-p", "x", "--dtype=float32", "--max-tokens=300", "--threads=1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

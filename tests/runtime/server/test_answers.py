@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.api import Joined, join, plain, stream_chunks
@@ -14,7 +16,7 @@ from tests.support.fake_engine import greedy_ids
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-def body(path: str, prompt: str = "Name two rivers.", **more: Any) -> dict[str, Any]:
+def body(path: str, prompt: Any = "Name two rivers.", **more: Any) -> dict[str, Any]:
     message = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
     return {"model": "m", **message, **more}
 
@@ -140,7 +142,27 @@ def test_text_offsets_point_into_the_text(served: SimpleNamespace) -> None:
         (choice,) = plain(served.client, TEXT, body(TEXT, "aé🙂 b", max_tokens=12, echo=True, logprobs=0, seed=seed))[0].values()
         for token, start, end in zip(choice.tokens, choice.offsets, [*choice.offsets[1:], len(choice.text)]):
             if not token.startswith("bytes:"):
-                assert choice.text[start:end].endswith(token) or "\N{REPLACEMENT CHARACTER}" in choice.text[start:end]
+                assert choice.text[start:end].rstrip("\N{REPLACEMENT CHARACTER}").endswith(token)
+                assert choice.text[start:].startswith(token)
+
+
+def test_text_offsets_count_special_tokens_that_are_shown(served: SimpleNamespace) -> None:
+    special = served.engine.tokenizer.id_to_bytes(0).decode()
+    request = body(TEXT, [0, 67], max_tokens=3, echo=True, logprobs=0, logit_bias={"0": 100}, ignore_eos=True)
+    (hidden,) = plain(served.client, TEXT, request)[0].values()
+    assert hidden.offsets == [0, len(special), *[len(hidden.text)] * 3]
+    (shown,) = plain(served.client, TEXT, {**request, "skip_special_tokens": False})[0].values()
+    first = len(hidden.text)
+    assert shown.offsets == [0, len(special), first, first + len(special), first + 2 * len(special)]
+
+
+def test_more_choices_than_the_queue_holds_are_refused_as_such(served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = served.engine.manager.config
+    small = msgspec.structs.replace(config, options=dataclasses.replace(config.options, max_queued=5))
+    monkeypatch.setattr(served.engine.manager, "config", small)
+    answer = served.client.post(TEXT, json=body(TEXT, n=8, max_tokens=1))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+    assert "8 choices" in answer.json()["error"]["message"]
 
 
 def test_max_tokens_0_without_echo_is_an_empty_answer(served: SimpleNamespace) -> None:
