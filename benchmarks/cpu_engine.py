@@ -170,7 +170,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "kernels_isa": gristmill_kernels.capabilities().get("isa"),
+        "kernels_isa": gristmill_kernels.capabilities()["native"]["isa"],
     }
 
 
