@@ -115,12 +115,14 @@ class Engine:
         self._threads = [
             threading.Thread(target=self._run_part, args=(role, config), name=f"gristmill-{role}", daemon=True) for role in ROLES
         ]
-        atexit.register(self.close)  # its threads must not be torn down under it at the end of the interpreter
         try:
             self._call(self._manager.start())
             for thread in self._threads:
                 thread.start()
             self._call(self._manager.wait_ready())
+            # threads must not be torn down under the engine when the interpreter ends. Last of all, since exit hooks run in reverse
+            # order: torch's own, which takes the ops away, was registered while the worker loaded
+            atexit.register(self.close)
         except BaseException:
             self.close()
             raise
@@ -209,7 +211,10 @@ class Engine:
                 return self.tokenizer.apply_chat_template([dict(message) for message in prompt])  # type: ignore[arg-type]
             except ValueError as error:
                 raise RequestError(str(error), "messages") from error
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray)):
+            raise RequestError(f"a prompt is a text, token ids or the messages of a chat, not {type(prompt).__name__}", "prompt")
+        # what is no integer is left as it is, for the check of ids to name it
+        return [int(token) if isinstance(token, np.integer) else token for token in prompt]  # type: ignore[misc]
 
     # --- the engine itself
 
@@ -278,8 +283,13 @@ class Engine:
         ids = self.prompt_ids(prompt)
         limits = self._manager.limits
         check_ids("prompt", ids, limits)
+        for name in sampling:
+            if name not in SamplingParams.__struct_fields__:
+                raise RequestError(f"{name!r} is not a sampling parameter; they are {', '.join(SamplingParams.__struct_fields__)}", name)
         first = check_sampling(limits, len(ids), **sampling)
-        stops = check_stops([stop] if isinstance(stop, str) else list(stop))
+        if not isinstance(stop, (str, Sequence, type(None))):
+            raise RequestError(f"stop must be a text or a list of texts, not {type(stop).__name__}", "stop")
+        stops = check_stops([stop] if isinstance(stop, str) else list(stop or ()))
         return [
             make_submit(
                 ids,
@@ -373,9 +383,10 @@ class Engine:
     def _fail(self, failure: GristmillError) -> None:
         """The first failure ends the engine: every waiting caller gets it."""
         with self._failure_lock:
-            if self._failure is not None or self._closed:
+            if self._failure is not None:
                 return
-            self._failure = failure
+            if not self._closed:  # a part that fails while closing only ends the wait for it
+                self._failure = failure
         self._stop.set()
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(self._manager.fail_all, str(failure))
@@ -392,6 +403,8 @@ def _as_list(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts are texts or lists of token ids, not {type(prompts).__name__}", "prompt")
     prompts = list(prompts)
     return [prompts] if prompts and not isinstance(prompts[0], (str, Sequence, np.ndarray)) else prompts
 

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _FLUSH_S = 0.5  # for error responses to reach their clients before the sockets close
 _SHUTDOWN_S = 2.0
+_HALF_SENT_S = 2.0  # while draining: how long a request may take to arrive when no other is open
 
 
 def serve(options: Options, sockets: list[socket.socket]) -> int:
@@ -152,13 +153,13 @@ class _Server:
         again = asyncio.create_task(signals.get())
         try:
             ended: set[asyncio.Future[Any]] = {http_task, failed, again}
-            await asyncio.wait(ended, timeout=self.options.drain_s, return_when=asyncio.FIRST_COMPLETED)
+            await self._wait_drained(ended, manager)
             if failed.done():
                 return await self._fail(manager, supervisor, http, http_task)
             if again.done():
                 supervisor.kill()
                 return 128 + again.result()
-            if not http_task.done():
+            if not http_task.done() and manager.open_requests:
                 log.warning("%d requests were not finished after %g s", manager.open_requests, self.options.drain_s)
                 manager.fail_all("the server is shutting down", status=503)
                 await asyncio.wait({http_task}, timeout=_FLUSH_S)
@@ -169,6 +170,17 @@ class _Server:
         with contextlib.suppress(asyncio.TimeoutError, GristmillError):
             await asyncio.wait_for(manager.shutdown(), _SHUTDOWN_S)
         return 0 if number == signal.SIGTERM else 128 + number
+
+    async def _wait_drained(self, ended: set[asyncio.Future[Any]], manager: Any) -> None:
+        """Until one of `ended`, drain_s is over, or for a while no request was open: what is left then are half-sent ones."""
+        deadline = time.monotonic() + self.options.drain_s
+        idle_since = time.monotonic()
+        while (now := time.monotonic()) < deadline and now - idle_since < _HALF_SENT_S:
+            if manager.open_requests:
+                idle_since = now
+            done, _ = await asyncio.wait(ended, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
 
     async def _fail(self, manager: Any, supervisor: Supervisor, http: uvicorn.Server, http_task: asyncio.Task[None]) -> int:
         """A child ended: every open request gets the reason, then the server ends with it."""

@@ -443,3 +443,14 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_quiet_end(model: Path) -> None
             assert code in (130, -signal.SIGINT), (delay, code, server.text)
             assert "Traceback" not in server.text and "KeyboardInterrupt" not in server.text, (delay, server.text)
             server.wait_gone(5)
+
+
+def test_sigterm_does_not_wait_for_a_request_that_never_arrives(model: Path) -> None:
+    with served(model, "--threads=1", "--drain-s=60") as server:
+        connection = socket.create_connection(server.address, timeout=20)
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"mo')
+        assert server.request("GET", "/health")[0] == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+        assert "Traceback" not in server.text
+        connection.close()

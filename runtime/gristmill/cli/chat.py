@@ -53,24 +53,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def converse(answer: Answer, system: str | None, name: str) -> int:
-    """Read lines and print answers until the end of input or /exit."""
+    """Read lines and print answers until the end of input or /exit; 1 when an answer failed and nobody was there to see it."""
     start: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
-    interactive = sys.stdin.isatty()
+    interactive, failed = sys.stdin.isatty(), False
     if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (line editing and history for input())
         print(f"{name}. {_HELP}.")
     while True:
         try:
             line = argument_text("this line", input("\nyou: " if interactive else "")).strip()
         except OptionError as error:
             print(f"error: {error}", file=sys.stderr)
+            failed = True
             continue
         except (EOFError, KeyboardInterrupt):
             if interactive:
                 print()
-            return 0
+            break
         if line in ("/exit", "/quit"):
-            return 0
+            break
         if line == "/reset":
             messages = list(start)
         elif line.startswith("/"):
@@ -78,11 +81,14 @@ def converse(answer: Answer, system: str | None, name: str) -> int:
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             text = _show(answer(asked))
+            failed = failed or text is None
             # a failed or empty turn must not stay in the conversation
             messages = [*asked, {"role": "assistant", "content": text}] if text else messages
+    return 1 if failed and not interactive else 0
 
 
-def _show(pieces: Iterator[str]) -> str:
+def _show(pieces: Iterator[str]) -> str | None:
+    """Print an answer as it comes and return it; None when it failed."""
     text = ""
     try:
         for piece in pieces:
@@ -93,8 +99,8 @@ def _show(pieces: Iterator[str]) -> str:
     except OptionError:
         raise
     except GristmillError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ""
+        print(f"{chr(10) if text else ''}error: {error}", file=sys.stderr)
+        return None
     finally:
         close = getattr(pieces, "close", None)
         if close is not None:

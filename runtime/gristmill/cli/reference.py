@@ -38,7 +38,8 @@ The first of these that fits:
 ## Options
 
 Each option has an environment variable; the command line wins over the environment, and that over the default. An empty variable counts
-as unset, a value of a wrong type ends the command, and a variable that begins with `GRISTMILL_` and is no option warns.
+as unset, a value of a wrong type ends the command, and a variable that begins with `GRISTMILL_` and is no option warns
+(`GRISTMILL_KERNELS_*` belong to the kernels).
 `gristmill.Engine(model, **options)` takes the same names with `_` (it does not read the environment).
 
 | option | default | variable | meaning |
@@ -56,7 +57,8 @@ Options marked ° belong to `serve` alone.
 - SIGTERM or Ctrl-C: no new requests, open ones finish for up to `--drain-s` seconds, exit code 0 (130 after Ctrl-C). A second signal
   ends at once.
 - A child process that ends takes the server with it: open requests get an error, one sentence says which child and why, exit code 1.
-- However the server's own process ends, kill -9 included, no child and no socket is left.
+- However the server's own process ends, kill -9 included, no child and no socket is left (killing all its processes at once leaves an empty
+  directory of sockets in the temporary directory).
 
 Exit codes: 0 well, 1 something failed (the sentence says what), 2 a wrong option, 128 + n ended by signal n.
 

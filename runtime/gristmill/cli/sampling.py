@@ -8,22 +8,23 @@ from typing import Any
 
 from gristmill.errors import OptionError
 
+_FLAGS: tuple[tuple[str, type[int] | type[float], str], ...] = (
+    ("--temperature", float, "0 is greedy (default: 0.7)"),
+    ("--top-p", float, "smallest set of tokens with this probability (default: 1)"),
+    ("--top-k", int, "most likely tokens to choose from (default: all)"),
+    ("--min-p", float, "least probability relative to the best token (default: 0)"),
+    ("--seed", int, "repeat a run (default: random)"),
+    ("--repetition-penalty", float, "above 1: avoid repeating tokens (default: 1)"),
+)
+
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Flags of one request; ranges are checked by the engine, which names what it refuses. `max_tokens` is the default."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens",
-        type=_number(int),
-        metavar="INT",
-        help=f"most tokens to generate (default: {max_tokens}, or what the context leaves)",
-    )
-    group.add_argument("--temperature", type=_number(float), metavar="FLOAT", help="0 is greedy (default: 0.7)", default=0.7)
-    group.add_argument("--top-p", type=_number(float), metavar="FLOAT", help="smallest set of tokens with this probability (default: 1)")
-    group.add_argument("--top-k", type=_number(int), metavar="INT", help="most likely tokens to choose from (default: all)")
-    group.add_argument("--min-p", type=_number(float), metavar="FLOAT", help="least probability relative to the best token (default: 0)")
-    group.add_argument("--seed", type=_number(int), metavar="INT", help="repeat a run (default: random)")
-    group.add_argument("--repetition-penalty", type=_number(float), metavar="FLOAT", help="above 1: avoid repeating tokens (default: 1)")
+    max_tokens_help = f"most tokens to generate (default: {max_tokens}, or what the context leaves)"
+    for flag, kind, text in (("--max-tokens", int, max_tokens_help), *_FLAGS):
+        group.add_argument(flag, type=_number(kind, flag), metavar="INT" if kind is int else "FLOAT", help=text)
+    group.set_defaults(temperature=0.7)
     group.add_argument("--stop", action="append", metavar="STR", help="end at this text, which is not shown; may be given several times")
 
 
@@ -49,13 +50,13 @@ def argument_text(name: str, text: str) -> str:
         raise OptionError(f"{name} is not valid UTF-8 text: {text[:40]!a}") from None
 
 
-def _number(kind: type[int] | type[float]) -> Any:
+def _number(kind: type[int] | type[float], flag: str) -> Any:
     """A converter whose refusal is one line in the words of the other options."""
 
     def convert(text: str) -> int | float:
         try:
             return kind(text)
         except ValueError:
-            raise OptionError(f"a sampling option must be {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
+            raise OptionError(f"{flag} must be {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
 
     return convert

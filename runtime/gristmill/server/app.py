@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -68,6 +69,8 @@ def _answering(endpoint: Endpoint) -> Endpoint:
         except EngineUnavailable as error:
             code = "conflict" if error.status == 409 else "engine_unavailable"
             return error_response(str(error), error.status, code=code)
+        except asyncio.CancelledError:  # uvicorn cancels what is open when it is told to end at once
+            return error_response("the server is shutting down", 503, code="draining")
         except (ClientGone, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except Exception:

@@ -60,7 +60,7 @@ def check_range(name: str, value: float, low: float, high: float, *, above: bool
 
 
 def check_int(name: str, value: int, low: int, high: int) -> int:
-    if not low <= value <= high:
+    if type(value) is not int or not low <= value <= high:
         raise RequestError(f"{name} must be an integer from {low} to {high}, not {_short(value)}", name)
     return value
 
@@ -84,6 +84,8 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop has {len(stops)} strings; {MAX_STOPS} is the most", "stop")
     for stop in stops:
+        if not isinstance(stop, str):
+            raise RequestError(f"stop holds {_short(stop)}, which is no text", "stop")
         if not stop:
             raise RequestError("stop holds an empty string", "stop")
         check_text("stop", stop)
@@ -185,7 +187,7 @@ def check_sampling(
         logit_bias=check_logit_bias(logit_bias, limits) if logit_bias else {},
         presence_penalty=check_range("presence_penalty", presence_penalty, -2, 2),
         frequency_penalty=check_range("frequency_penalty", frequency_penalty, -2, 2),
-        repetition_penalty=check_range("repetition_penalty", repetition_penalty, 0, 10, above=True),
+        repetition_penalty=check_range("repetition_penalty", repetition_penalty, 0.01, 10),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from gristmill import progress
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, OptionError
 from gristmill.launch_config import LaunchConfig
 from gristmill.trace import NullTracer, open_tracer
 from gristmill.transport import Endpoints, Pull, Push
@@ -72,4 +72,9 @@ def _load(config: LaunchConfig, tracer: NullTracer, stop: threading.Event) -> An
         progress.report("weights", done, total)
 
     with tracer.span("load"):
-        return ModelRunner(config.model_path, config.options, progress=show, tracer=tracer)
+        try:
+            return ModelRunner(config.model_path, config.options, progress=show, tracer=tracer)
+        except ValueError as error:
+            if str(error).startswith("GRISTMILL_KERNELS_"):  # a variable of the kernels that asks for what cannot be had
+                raise OptionError(str(error)) from error
+            raise

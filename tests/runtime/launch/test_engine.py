@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +180,43 @@ def test_a_closed_engine_says_so(model: Path) -> None:
     engine.close()
     with pytest.raises(GristmillError, match="closed"):
         engine.generate(LAMP)
+    with pytest.raises(GristmillError, match="closed"):
+        engine.stream(LAMP)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "message"),
+    [
+        (b"abc", {}, "not bytes"),
+        ({"a": 1}, {}, "not dict"),
+        (None, {}, "not NoneType"),
+        (5, {}, "not int"),
+        ([1.5], {}, "token id 1.5"),
+        ([True], {}, "token id True"),
+        ("\ud800", {}, "lone surrogate"),
+        ("a", {"stop": 5}, "stop"),
+        ("a", {"stop": ["a", 5]}, "stop holds"),
+        ("a", {"n": "3"}, "n must be an integer"),
+        ("a", {"maxtokens": 3}, "'maxtokens' is not a sampling parameter"),
+    ],
+    ids=repr,
+)
+def test_an_argument_of_a_wrong_kind_is_one_sentence(engine: Engine, prompt: object, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(GristmillError, match=message):
+        engine.generate(prompt, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_script_that_ends_in_the_middle_of_a_stream_ends_at_once(model: Path) -> None:
+    script = (
+        "from gristmill import Engine\n"
+        f"engine = Engine({str(model)!r}, dtype='float32', pool_tokens=2048, threads=1)\n"
+        "next(engine.stream('a', max_tokens=400, ignore_eos=True))\n"
+        "import time; print(time.monotonic())\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert time.monotonic() - float(done.stdout) < 8  # joining a thread that never ends takes 10
 
 
 def test_the_trace_holds_all_parts_and_a_plan_follows_its_forward_without_overlap(model: Path, tmp_path: Path) -> None:
