@@ -11,6 +11,15 @@
 
 namespace gristmill {
 
+#if !defined(__F16C__)
+// The compiler's half type: aarch64 GCC has had __fp16 in C++ long before _Float16.
+#if defined(__aarch64__)
+using NativeHalf = __fp16;
+#else
+using NativeHalf = _Float16;
+#endif
+#endif
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -32,7 +41,7 @@ inline float to_float(Half x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
-  _Float16 h;
+  NativeHalf h;
   std::memcpy(&h, &x.bits, sizeof(h));
   return static_cast<float>(h);
 #endif
@@ -60,7 +69,7 @@ inline Half from_float<Half>(float x) {
 #if defined(__F16C__)
   r.bits = static_cast<uint16_t>(_cvtss_sh(x, 0));
 #else
-  _Float16 h = static_cast<_Float16>(x);
+  NativeHalf h = static_cast<NativeHalf>(x);
   std::memcpy(&r.bits, &h, sizeof(h));
 #endif
   return r;
