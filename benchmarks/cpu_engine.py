@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the peer's threads wait as ours do; read when torch is loaded
+
 import numpy as np
 import torch
 

@@ -6,6 +6,7 @@ is a resolved OpOverload, so that a call costs one dispatch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from gristmill.loading.config import ModelConfig
 Op = Callable[..., Any]
 
 
-class LayerOps:
+class LayerOps(ABC):
     """Interface of a set. `pack` turns a weight [n, k] into what `linear` takes; `family` says per op what runs, for capabilities."""
 
     name: str
@@ -27,8 +28,9 @@ class LayerOps:
     linear: Op  # (out, x, packed, bias, n, k)
     families: dict[str, str]
 
+    @abstractmethod
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """The form of a weight [n, k] that `linear` takes."""
 
 
 class KernelOps(LayerOps):
@@ -80,15 +82,18 @@ class TorchOps(LayerOps):
 
     @staticmethod
     def apply_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool) -> None:
-        if not is_neox:
-            raise NotImplementedError("the interleaved rotary layout")
         half = cos_sin_cache.shape[-1] // 2
         rows = cos_sin_cache.index_select(0, positions)
         cos, sin = rows[:, None, :half], rows[:, None, half:]
         for x in (q, k):
-            first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-            rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-            x[..., : 2 * half] = rotated.to(x.dtype)
+            if is_neox:
+                first, second = x[..., :half], x[..., half : 2 * half]
+            else:
+                first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+            a, b = first.float(), second.float()
+            rotated = a * cos - b * sin, b * cos + a * sin
+            first.copy_(rotated[0])
+            second.copy_(rotated[1])
 
     @staticmethod
     def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -12,7 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gristmill.errors import ModelError
 from gristmill.layers import rope
+from gristmill.layers.ops import TorchOps
 from gristmill.loading.config import load_config
+from gristmill_kernels import rope as kernel_rope
 from tests.support.direct_runner import DirectRunner
 from tests.support.tiny_model import make_tiny_model
 
@@ -78,3 +80,15 @@ def test_other_rules_are_refused_in_a_sentence(scaling, words, tmp_path):
         DirectRunner(folder)
     assert all(word in str(caught.value) for word in words)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_op_sets_rotate_alike(is_neox: bool, dtype: torch.dtype) -> None:
+    q, k = torch.randn(5, 3, 16).to(dtype), torch.randn(5, 1, 16).to(dtype)
+    cos_sin, positions = torch.randn(9, 12), torch.tensor([0, 3, 8, 2, 1], dtype=torch.int32)
+    want_q, want_k = q.clone(), k.clone()
+    kernel_rope.apply_rope(want_q, want_k, positions, cos_sin, is_neox=is_neox)
+    TorchOps.apply_rope(q, k, positions, cos_sin, is_neox)
+    torch.testing.assert_close(q, want_q)
+    torch.testing.assert_close(k, want_k)
