@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 import zmq
 
+from gristmill import early_signals
 from gristmill.errors import GristmillError
 from gristmill.launch import Prepared, merged_trace, prepare
 from gristmill.launch_config import LaunchConfig
@@ -39,6 +40,7 @@ def serve(options: Options, sockets: list[socket.socket]) -> int:
     start = time.monotonic()
     _allow_many_connections()
     prepared = prepare(options)
+    early_signals.remember()
     os.umask(0o077)  # sockets and traces are this user's alone
     with private_directory() as folder, merged_trace(options, folder) as trace_dir:
         config = prepared.launch_config(f"ipc://{folder}", trace_dir)
@@ -82,10 +84,10 @@ class _Server:
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         signals: asyncio.Queue[int] = asyncio.Queue()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup
+        for number in early_signals.handled():
             loop.add_signal_handler(number, signals.put_nowait, number)
+        for received in early_signals.taken():
+            signals.put_nowait(received)
 
         def on_failure() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed already

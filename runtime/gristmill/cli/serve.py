@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from gristmill import early_signals
 from gristmill.cli.arguments import add_options, options_from
 from gristmill.logs import setup_logging
 
@@ -14,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options = options_from(arguments)
+    early_signals.exit_at_once()
     setup_logging(options.log_level, "server")
     from gristmill.listening import bind_sockets
 
