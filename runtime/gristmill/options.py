@@ -59,17 +59,37 @@ class Options:
 
     overlap: bool = _opt(True, "plan and send step t+1 while step t runs", group="scheduling")
     radix_cache: bool = _opt(True, "reuse the KV of common prefixes", group="memory")
+    eviction_policy: str = _opt(
+        "lru",
+        "which cached prefix goes first: lru, lfu (fewest uses), fifo (oldest), priority (lowest), slru (used once before reused)",
+        choices=("lru", "lfu", "fifo", "priority", "slru"),
+        group="memory",
+    )
+    kv_events: str = _opt("", "ipc:// endpoint on which to publish what enters and leaves the prefix cache", group="operation")
     chunk_tokens: int = _opt(512, "most prompt tokens computed in one step (0: no chunking)", low=0, group="scheduling")
+    max_prefill_tokens: int = _opt(
+        16384, "without chunking: most prompt tokens in one step (a longer prompt gets a step of its own)", low=1, group="scheduling"
+    )
     policy: str = _opt(
         "fcfs",
-        "order of waiting requests: fcfs (first come, first served) or lpm (longest cached prefix first)",
-        choices=("fcfs", "lpm"),
+        "order of waiting requests of one priority: fcfs (first come, first served), lpm (longest cached prefix first), dfs-weight "
+        "(most wanted part of the prefix cache first), shortest-prefill (fewest tokens to compute), hrrn (the same, with aging)",
+        choices=("fcfs", "lpm", "dfs-weight", "shortest-prefill", "hrrn"),
         group="scheduling",
+    )
+    preempt_threshold: int = _opt(
+        10, "put running requests back for a waiting one whose priority is higher by this much (0: never)", low=0, group="scheduling"
     )
     mixed_chunks: bool = _opt(True, "run decode rows beside a prompt chunk in one step", group="scheduling")
 
     max_body_bytes: int = _opt(16 << 20, "largest HTTP request body", low=1024, group="server")
     drain_s: float = _opt(30.0, "seconds that SIGTERM waits for open requests", low=0, group="server")
+    watchdog_s: float = _opt(
+        300.0,
+        "seconds without progress after which the engine counts as hung: stacks are logged, then it ends (0: never)",
+        low=0,
+        group="operation",
+    )
     log_level: str = _opt("info", "log level", choices=("debug", "info", "warning", "error"), group="operation")
     trace: str = _opt("", "write a Chrome/Perfetto trace of all processes to this file", group="operation")
 
