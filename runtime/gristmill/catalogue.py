@@ -1,4 +1,6 @@
-"""From a MODEL name to files on this machine: a path, a .gguf file, a catalogue name (models that PyPI packages carry) or a hub id."""
+"""From a MODEL name to files on this machine: a path, a .gguf file, a catalogue name (models that PyPI packages carry) or a hub id.
+
+A null model (worker/null.py) has no files; its name is its path."""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def resolve_model(model: str, revision: str = "") -> ResolvedModel:
     """The files of MODEL: an existing path, a .gguf file, a catalogue name, or a hub id (downloaded into the hub's cache).
 
     Args:
-        model: path, catalogue name, `owner/name` or `owner/name/file.gguf`.
+        model: path, catalogue name, `owner/name`, `owner/name/file.gguf`, or "null:<ms>[:<vocabulary>]".
         revision: hub revision (branch, tag or commit); only for hub ids.
 
     Raises:
@@ -74,6 +76,8 @@ def resolve_model(model: str, revision: str = "") -> ResolvedModel:
     """
     if not model:
         raise ModelError(f"no MODEL was given: a directory, a .gguf file, a hub id or one of {', '.join(CATALOGUE)}")
+    if model.startswith("null:"):
+        return ResolvedModel(model, model)
     path = Path(os.path.expanduser(model))
     if _exists(path):
         if path.is_dir() or path.suffix == ".gguf":

@@ -17,6 +17,7 @@ from gristmill.loading.config import ModelConfig, load_config
 from gristmill.options import Options
 from gristmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gristmill.trace import merge_traces
+from gristmill.worker import null
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def prepare(options: Options) -> Prepared:
         GristmillError: one sentence about what cannot be used.
     """
     resolved = resolve_model(options.model, options.revision)
-    model_config = load_config(resolved.path)
+    model_config = null.null_config(resolved.path) if null.is_null(resolved.path) else load_config(resolved.path)
     tokenizer = load_tokenizer(resolved.path)
     if options.context_length > model_config.context_length:
         raise OptionError(
