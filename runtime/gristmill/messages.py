@@ -119,6 +119,7 @@ class Submit(Message, tag="submit"):
     logprobs: int = -1  # alternatives per generated token; 0 = the token itself only; -1 = none
     prompt_logprobs_from: int = -1  # first prompt position to score (>= 1); -1 = none
     detok: DetokSpec = DetokSpec()
+    queue_places: int = 1  # that must be free: n for the first of a request's n choices, 0 for the others, which share its fate
 
 
 class Abort(Message, tag="abort"):

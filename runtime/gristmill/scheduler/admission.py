@@ -41,8 +41,8 @@ def refuse(submit: Submit, n_waiting: int, limits: Limits) -> Refusal | None:
     The server validated all of this already; whatever reaches the scheduler must still not be able to end it.
     """
     n, sampling = len(submit.ids), submit.sampling
-    if n_waiting >= limits.max_queued:
-        return Refusal(503, "queue_full", f"{n_waiting} requests are waiting, the most that --max-queued allows; try again later")
+    if submit.queue_places and n_waiting + submit.queue_places > limits.max_queued:
+        return Refusal(503, "queue_full", f"{n_waiting} of at most {limits.max_queued} requests (--max-queued) are waiting; try again later")
     if submit.ids.dtype != np.int32:
         return Refusal(400, "invalid_token_id", f"prompt token ids must be int32, not {submit.ids.dtype}")
     if n == 0:

@@ -96,6 +96,7 @@ class Scheduler:
         self._waiting: dict[int, Request] = {}  # by seq
         self._sent: deque[_Sent] = deque()
         self._n_submitted = 0
+        self._queue_refusal: Refusal | None = None  # of the request whose choices arrive: all are queued or none
         self._prefill_streak = 0
         self._admission_due = True  # whether something changed since the queue was found blocked
         self._eos = np.zeros(max(config.eos_ids, default=0) + 2, dtype=bool)  # by id; the last entry stands for all others
@@ -152,7 +153,12 @@ class Scheduler:
             return Refusal(503, "shutting_down", "the server is shutting down")
         if submit.rid in self._open:
             return Refusal(400, "duplicate_request", f"a request with id {submit.rid!r} is open already")
-        return refuse(submit, len(self._waiting), self._limits)
+        if not submit.queue_places and self._queue_refusal is not None:
+            return self._queue_refusal
+        refusal = refuse(submit, len(self._waiting), self._limits)
+        if submit.queue_places:
+            self._queue_refusal = refusal if refusal is not None and refusal.code == "queue_full" else None
+        return refusal
 
     def take(self) -> list[Message]:
         """Messages for the detokenizer that came up since the last call: refusals, closes outside of results, replies."""
