@@ -292,6 +292,8 @@ class Stats(Message, tag="stats"):
     zombie_rows: int = 0
     sent_step: int = 0
     applied_step: int = 0
+    preemptions: int = 0
+    prefix_waits: int = 0  # admissions put off by a step because another request was computing the same prefix
     age_s: float = 0.0  # age of the oldest unapplied step, 0 when none is in flight
     caps: dict[str, Any] = {}
 

@@ -19,6 +19,7 @@ class Tree(Protocol):
 
     def match(self, ids: np.ndarray, extra_key: str = "") -> tuple[int, np.ndarray]: ...
     def match_length(self, ids: np.ndarray, extra_key: str = "") -> int: ...
+    def match_path(self, ids: np.ndarray, extra_key: str = "") -> tuple[int, np.ndarray]: ...
     def insert(self, ids: np.ndarray, slots: np.ndarray, extra_key: str = "") -> tuple[int, int]: ...
     def lock(self, node: int) -> None: ...
     def unlock(self, node: int) -> None: ...
@@ -82,6 +83,11 @@ class RadixCache:
         return self._tree is not None
 
     @property
+    def tree(self) -> Tree | None:
+        """The current tree, None where the cache is off."""
+        return self._tree
+
+    @property
     def trees(self) -> list[Tree]:
         """The current tree and those from before a flush that are still read."""
         return [*([self._tree] if self._tree is not None else []), *self._retired]
@@ -117,6 +123,10 @@ class RadixCache:
     def probe(self, ids: np.ndarray, extra_key: str) -> int:
         """How many leading tokens of `ids` are cached; touches nothing."""
         return self._tree.match_length(ids, extra_key) if self._tree is not None else 0
+
+    def probe_path(self, ids: np.ndarray, extra_key: str) -> tuple[int, np.ndarray]:
+        """`probe`, and the nodes of the tree on the way there, root side first."""
+        return self._tree.match_path(ids, extra_key) if self._tree is not None else (0, np.empty(0, dtype=np.int64))
 
     def acquire(self, ids: np.ndarray, extra_key: str) -> tuple[Lease, np.ndarray]:
         """Lock the longest cached prefix of `ids`; returns the lease and the prefix's slots."""

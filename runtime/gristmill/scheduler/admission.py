@@ -9,7 +9,6 @@ import numpy as np
 
 from gristmill.messages import Submit
 
-UNCHUNKED_PREFILL_TOKENS = 16384  # without chunking: prompts are added to a step up to this many tokens, the first one in any case
 REMAINING_CLIP_TOKENS = 1024  # most future tokens that one request is expected to need: max_tokens is often far from what comes
 INITIAL_RATIO, MIN_RATIO, MAX_RATIO = 0.4, 0.1, 1.0
 RATIO_DECAY_PER_STEP = 0.002
@@ -42,7 +41,9 @@ def refuse(submit: Submit, n_waiting: int, limits: Limits) -> Refusal | None:
     """
     n, sampling = len(submit.ids), submit.sampling
     if submit.queue_places and n_waiting + submit.queue_places > limits.max_queued:
-        return Refusal(503, "queue_full", f"{n_waiting} of at most {limits.max_queued} requests (--max-queued) are waiting; try again later")
+        return Refusal(
+            503, "queue_full", f"{n_waiting} of at most {limits.max_queued} requests (--max-queued) are waiting; try again later"
+        )
     if submit.ids.dtype != np.int32:
         return Refusal(400, "invalid_token_id", f"prompt token ids must be int32, not {submit.ids.dtype}")
     if n == 0:
@@ -72,17 +73,23 @@ def refuse_size(n_prompt: int, max_tokens: int, limits: Limits) -> Refusal | Non
 
 
 class Admission:
-    """Decides whether one more request fits, with an estimate that learns: `ratio` is the share of their remaining tokens that
-    running requests are expected to produce. It decays while all goes well and jumps up at each retraction."""
+    """Decides how much one step computes and whether one more request fits, with an estimate that learns: `ratio` is the share of
+    their remaining tokens that running requests are expected to produce. It decays while all goes well and jumps up at each retraction.
 
-    def __init__(self, chunk_tokens: int, *, initial_ratio: float = INITIAL_RATIO) -> None:
-        self.chunk_tokens = chunk_tokens
+    Args:
+        chunk_tokens: Prompt tokens of one step; a longer prompt is computed over several. 0: prompts are computed whole.
+        max_prefill_tokens: Without chunks: whole prompts are added to a step up to this many tokens, the first one in any case.
+        initial_ratio: Where `ratio` starts, and what it returns to when nothing runs.
+    """
+
+    def __init__(self, chunk_tokens: int, max_prefill_tokens: int = 16384, *, initial_ratio: float = INITIAL_RATIO) -> None:
+        self.chunk_tokens, self.max_prefill_tokens = chunk_tokens, max_prefill_tokens
         self._initial, self._least = initial_ratio, min(initial_ratio, MIN_RATIO)
         self.ratio = initial_ratio
 
     def prefill_budget(self) -> int:
         """Prompt tokens that one step may compute."""
-        return self.chunk_tokens or UNCHUNKED_PREFILL_TOKENS
+        return self.chunk_tokens or self.max_prefill_tokens
 
     def chunk(self, n_left: int, budget: int, first: bool) -> int:
         """How many of `n_left` prompt tokens go into a step with `budget` left; 0 = none. `first`: the step has no prompt tokens yet."""
@@ -90,8 +97,12 @@ class Admission:
             return min(n_left, budget)
         return n_left if first or n_left <= budget else 0
 
-    def fits(self, needed: int, remaining: int, available: int, running_remaining: int, alone: bool) -> bool:
-        """Whether a request may start.
+    def expected(self, remaining: int) -> int:
+        """How many of `remaining` tokens are expected to be generated."""
+        return int(self.ratio * remaining)
+
+    def missing(self, needed: int, remaining: int, available: int, running_remaining: int, alone: bool) -> int:
+        """How many slots are missing for a request to start; 0 or less: it fits.
 
         Args:
             needed: Slots it takes at once, in tokens.
@@ -100,9 +111,7 @@ class Admission:
             running_remaining: Sum of the clipped remaining tokens of what runs.
             alone: Nothing else holds slots: then only `needed` counts, or nothing would ever start.
         """
-        if alone:
-            return needed <= available
-        return needed + int(self.ratio * (remaining + running_remaining)) <= available
+        return needed + (0 if alone else self.expected(remaining + running_remaining)) - available
 
     def on_step(self) -> None:
         self.ratio = max(self._least, self.ratio - RATIO_DECAY_PER_STEP)

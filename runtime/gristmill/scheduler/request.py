@@ -50,7 +50,10 @@ class Request:
         "logprobs",
         "n_known",
         "n_prompt",
+        "passed_after",
+        "preempted",
         "priority",
+        "queued_step",
         "req_slot",
         "rid",
         "sampling",
@@ -86,6 +89,8 @@ class Request:
         self.req_slot = -1
         self.lease = Lease(None, 0, 0)
         self.tree_spans: list[tuple[int, int]] = []
+        self.queued_step, self.passed_after = 0, 0  # kept by the queue
+        self.preempted = False  # parked for a request of higher priority, not for want of slots
 
     def move(self, state: State) -> None:
         """Go to `state`; anything but an arrow of the docstring above is a fault of the engine."""

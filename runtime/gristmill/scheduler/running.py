@@ -172,15 +172,15 @@ class Running:
                 if not self.leaving and not n_in_flight:
                     return Room(rows[:0], short[:0], stuck=next(iter(self.requests.values())))
                 break
-            victim = min(self.requests.values(), key=self._victim_key)
+            victim = min(self.requests.values(), key=self.victim_key)
             rows = rows[rows != victim.req_slot]
             self.park(victim)
             self.settle()
         # who has generated most goes first: it is nearest to its end, and the order must not depend on slot numbers
-        order = sorted(short.tolist(), key=lambda slot: self._victim_key(self.requests[slot]), reverse=True)
+        order = sorted(short.tolist(), key=lambda slot: self.victim_key(self.requests[slot]), reverse=True)
         growing = np.array(order[: self.pool.available // page], dtype=rows.dtype)
         return Room(rows[(table.kv[rows] < table.n_slots[rows]) | np.isin(rows, growing)], growing)
 
-    def _victim_key(self, request: Request) -> tuple[int, int, int]:
+    def victim_key(self, request: Request) -> tuple[int, int, int]:
         """Smallest = parked first: low priority, then least output, then last come."""
         return request.priority, int(self.table.length[request.req_slot]) - request.n_prompt, -request.seq

@@ -30,17 +30,17 @@ from gristmill.messages import (
     Submit,
     ints,
 )
-from gristmill.scheduler.admission import INITIAL_RATIO, REMAINING_CLIP_TOKENS, Admission, Limits, Refusal, refuse
+from gristmill.scheduler.admission import INITIAL_RATIO, Admission, Limits, Refusal, refuse
 from gristmill.scheduler.control import Controls
 from gristmill.scheduler.masks import MaskProvider
 from gristmill.scheduler.outbox import Outbox
-from gristmill.scheduler.policy import POLICIES, QueueEntry
+from gristmill.scheduler.policy import POLICIES
+from gristmill.scheduler.prefill import Prefill
+from gristmill.scheduler.queue import WaitingQueue
 from gristmill.scheduler.request import Request, State
 from gristmill.scheduler.running import LOOKAHEAD_TOKENS, Running, StepWrites
 
 MAX_PREFILL_STREAK = 8  # without mixed chunks: steps of prompts only, after which waiting decode rows get one
-ADMISSION_RETRY_STEPS = 16  # a blocked queue is tried again when something was released, or after this many steps
-PROBED_REQUESTS = 128  # requests whose cached prefix a policy may know; looking up more would cost more than it gains
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ class SchedulerConfig:
     chunk_tokens: int = 512
     mixed_chunks: bool = True
     radix_cache: bool = True
+    max_prefill_tokens: int = 16384
     policy: str = "fcfs"
+    preempt_threshold: int = 10
+    eviction_policy: str = "lru"
     n_ranks: int = 1
     vocab_size: int = 0  # 0: ids are not checked against it
     lookahead_tokens: int = LOOKAHEAD_TOKENS
@@ -85,20 +88,30 @@ class Scheduler:
         # a request never has more KV than the pool, nor more ids than that and the one that was sampled last
         self.table = ReqTable(config.max_reqs, min(config.max_context, self.pool.total + 1), config.page_size)
         self.running = Running(self.table, self.pool, config.lookahead_tokens)
-        self.admission = Admission(config.chunk_tokens, initial_ratio=config.new_token_ratio)
+        self.admission = Admission(config.chunk_tokens, config.max_prefill_tokens, initial_ratio=config.new_token_ratio)
         self.outbox = Outbox()
         self.controls = Controls(config.n_ranks, self._flush, self.outbox.reply)
         self.stats = Stats(max_reqs=config.max_reqs, max_context=min(config.max_context, self.pool.total), pool_total=self.pool.total)
         self._limits = Limits(config.max_context, self.pool.total, config.page_size, config.max_queued, config.vocab_size)
-        self._policy = POLICIES[config.policy]
         self._masks = masks
         self._open: dict[str, Request] = {}  # by rid, until closed
-        self._waiting: dict[int, Request] = {}  # by seq
+        self._waiting = WaitingQueue(POLICIES[config.policy], self.pool, self.admission.prefill_budget())
+        self._prefill = Prefill(
+            self.running,
+            self._waiting,
+            self.admission,
+            masks,
+            self.outbox,
+            self.stats,
+            eos_ids=config.eos_ids,
+            max_context=config.max_context,
+            preempt_threshold=config.preempt_threshold,
+            fail_for_room=self._fail_for_room,
+        )
         self._sent: deque[_Sent] = deque()
         self._n_submitted = 0
         self._queue_refusal: Refusal | None = None  # of the request whose choices arrive: all are queued or none
         self._prefill_streak = 0
-        self._admission_due = True  # whether something changed since the queue was found blocked
         self._eos = np.zeros(max(config.eos_ids, default=0) + 2, dtype=bool)  # by id; the last entry stands for all others
         self._eos[list(config.eos_ids)] = True
 
@@ -144,8 +157,9 @@ class Scheduler:
         )
         self._n_submitted += 1
         self.stats.prompt_tokens += request.n_prompt
-        self._open[submit.rid] = self._waiting[request.seq] = request
-        self._admission_due = True
+        self._open[submit.rid] = request
+        self._waiting.add(request, self.stats.sent_step)
+        self._prefill.due = True
 
     def _refuse(self, submit: Submit) -> Refusal | None:
         """The server validated all of this already; whatever reaches us must still not be able to end the engine."""
@@ -179,7 +193,11 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when there is nothing to compute now. The caller sends it to every rank."""
         self._settle()
-        step = None if self.controls.hold(len(self._sent)) else self._plan()
+        step = None
+        if not self.controls.hold(len(self._sent)):
+            step = self._plan()
+            while step is None and self._settle():  # room was made, and nothing in flight will bring us back here
+                step = self._plan()
         if self.config.check:
             self.check()
         return step
@@ -189,14 +207,14 @@ class Scheduler:
         new: list[NewReq] = []
         if self.config.mixed_chunks:
             decode = self._plan_decode(writes)
-            prefill = self._plan_prefill(writes, new)
-        elif self._prefill_streak < MAX_PREFILL_STREAK and (prefill := self._plan_prefill(writes, new)):
+            prefill = self._prefill.plan(writes, new)
+        elif self._prefill_streak < MAX_PREFILL_STREAK and (prefill := self._prefill.plan(writes, new)):
             decode = ints()
             self._prefill_streak += 1
         else:
             decode, prefill = self._plan_decode(writes), []
             if not decode.size:
-                prefill = self._plan_prefill(writes, new)
+                prefill = self._prefill.plan(writes, new)
             self._prefill_streak = 0
         if not decode.size and not prefill:
             return None
@@ -265,18 +283,23 @@ class Scheduler:
             self.running.grow(growing, writes)
         return rows
 
-    def _settle(self) -> None:
-        """Release what ended, put what was retracted back into the queue."""
+    def _settle(self) -> bool:
+        """Release what ended, put what was retracted back into the queue; returns whether there was any."""
         if not self.running.settle() and not self.running.retracted:
-            return
-        self._admission_due = True
+            return False
+        self._prefill.due = True
         for request in self.running.retracted:
-            self._waiting[request.seq] = request
-            self.stats.retractions += 1
-            self.admission.on_retraction()
+            self._waiting.add(request, self.stats.sent_step)
+            if request.preempted:
+                self.stats.preemptions += 1
+                request.preempted = False
+            else:
+                self.stats.retractions += 1
+                self.admission.on_retraction()
         self.running.retracted = []
         if self.table.n_free == self.table.max_reqs:
             self.admission.on_idle()
+        return True
 
     def _at(self, slot: int) -> Request:
         request = self.running.by_slot[slot]
@@ -291,97 +314,7 @@ class Scheduler:
         )
         self._close(request, "error", Refusal(400, "pool_exceeded", text))
 
-    # --- prefill and admission
-
-    def _plan_prefill(self, writes: StepWrites, new: list[NewReq]) -> list[tuple[Request, int]]:
-        """(request, tokens) of the prompt chunks of this step: first those begun, then newly admitted requests."""
-        budget = self.admission.prefill_budget()
-        rows: list[tuple[Request, int]] = []
-        for request in self.running.prefilling:
-            n = self.admission.chunk(request.n_known - int(self.table.kv[request.req_slot]), budget, not rows)
-            if not n:
-                break
-            rows.append((request, n))
-            budget -= n
-        parked = any(request.state is State.PARKED for request in self.running.leaving)
-        if not self._waiting or budget <= 0 or parked or not self.table.n_free:
-            return rows
-        if not self._admission_due and self.stats.sent_step % ADMISSION_RETRY_STEPS:
-            return rows
-        return rows + self._admit(budget, not rows, writes, new)
-
-    def _admit(self, budget: int, first: bool, writes: StepWrites, new: list[NewReq]) -> list[tuple[Request, int]]:
-        table = self.table
-        remaining = np.minimum(table.limit - table.length, REMAINING_CLIP_TOKENS)
-        running_remaining = int(remaining[table.live].sum())
-        rows: list[tuple[Request, int]] = []
-        self._admission_due = False
-        for request in self._ordered():
-            if not table.n_free or budget <= 0:
-                self._admission_due = True
-                break
-            own = min(request.n_prompt + request.sampling.max_tokens - len(request.ids), REMAINING_CLIP_TOKENS)
-            n = self._start(request, budget, first and not rows, own, running_remaining, writes, new)
-            if n is None:
-                break
-            if n:
-                rows.append((request, n))
-                budget -= n
-                running_remaining += own
-        return rows
-
-    def _ordered(self) -> list[Request]:
-        """The waiting requests in the order of the policy."""
-        waiting = list(self._waiting.values())
-        probed = PROBED_REQUESTS if self._policy.needs_cached else 0
-        queue = [
-            QueueEntry(
-                request.seq, request.priority, len(request.ids), self.pool.probe(request.ids, request.extra_key) if position < probed else 0
-            )
-            for position, request in enumerate(waiting)
-        ]
-        return [waiting[position] for position in self._policy.order(queue)]
-
-    def _start(
-        self, request: Request, budget: int, first: bool, own: int, running_remaining: int, writes: StepWrites, new: list[NewReq]
-    ) -> int | None:
-        """Admit `request` and return its tokens in this step; None when it does not fit now, 0 when it had to be closed."""
-        table, pool = self.table, self.pool
-        # the last known token is always computed, and so is every position that scores a prompt token
-        cacheable = len(request.ids) - 1
-        if request.score_from >= 1:
-            cacheable = min(cacheable, request.score_from - 1)
-        lease, cached = pool.acquire(request.ids[:cacheable], request.extra_key)
-        needed = pool.pages(len(request.ids)) - len(cached)
-        alone = table.n_free == table.max_reqs
-        n = self.admission.chunk(len(request.ids) - len(cached), budget, first)
-        if not n or not self.admission.fits(needed, own, pool.available, running_remaining, alone):
-            pool.release(lease)
-            if n and alone:
-                self._fail_for_room(request)
-                return 0
-            self._admission_due = not n  # without budget it is tried in the next step, without room when some was made
-            return None
-        limit = min(request.n_prompt + request.sampling.max_tokens, self.config.max_context)
-        self.running.start(request, lease, cached, limit, writes)
-        table.masked[request.req_slot] = self._masks is not None and self._masks.wants(request.rid)
-        del self._waiting[request.seq]
-        if request.cached_tokens < 0:
-            request.cached_tokens = len(cached)
-            self.stats.cached_tokens += len(cached)
-            self.outbox.cached(request.idx, len(cached))
-        new.append(
-            NewReq(
-                request.req_slot,
-                request.n_prompt,
-                request.ids,
-                request.sampling,
-                eos_ids=tuple(sorted({*self.config.eos_ids, *request.stop_ids})) if request.sampling.min_tokens else (),
-                logprobs=request.logprobs,
-                prompt_logprobs_from=request.score_from,
-            )
-        )
-        return n
+    # --- masks
 
     def mask(self, step: Step) -> Mask:
         """The bitmasks of a step that needs them; all steps before it must have been applied."""
@@ -476,9 +409,9 @@ class Scheduler:
         error, status, code = (refusal.error, refusal.status, refusal.code) if refusal else (None, 500, None)
         self.outbox.close(Close(request.idx, reason, request.n_prompt, max(0, request.cached_tokens), error, status, code))
         del self._open[request.rid]
-        self._admission_due = True
+        self._prefill.due = True
         if request.state is State.WAITING:
-            del self._waiting[request.seq]
+            self._waiting.remove(request)
             request.move(State.GONE)
         else:
             self.running.end(request)

@@ -12,6 +12,7 @@ import numpy as np
 from gristmill.memory.radix_cache import RadixCache
 from gristmill.memory.req_table import ReqTable
 from gristmill.scheduler.admission import Admission
+from gristmill.scheduler.prefill import Prefill
 from gristmill.scheduler.request import Request, State
 from gristmill.scheduler.running import Running
 from gristmill.scheduler.scheduler import Scheduler
@@ -130,7 +131,7 @@ def _mask_without_newest(mask: Any) -> Any:
 
 
 def _cache_what_is_scored(start: Any) -> Any:
-    def faulty(self: Scheduler, request: Request, *args: Any) -> Any:
+    def faulty(self: Prefill, request: Request, *args: Any) -> Any:
         score_from, request.score_from = request.score_from, -1
         try:
             return start(self, request, *args)
@@ -161,8 +162,8 @@ def _keep_req_slot_busy(give: Any) -> Any:
     return faulty
 
 
-def _always_fits(fits: Any) -> Any:
-    return lambda self, *args: True
+def _always_fits(missing: Any) -> Any:
+    return lambda self, *args: 0
 
 
 def _heed_eos_too_late(start: Any) -> Any:
@@ -186,11 +187,11 @@ FAULTS: dict[str, Fault] = {
     "a flush frees what is in use": (RadixCache, "flush", _flush_in_use),
     "results are matched by request slot": (Scheduler, "apply", _apply_by_slot),
     "a mask is made without the newest token": (Scheduler, "mask", _mask_without_newest),
-    "positions that score the prompt are taken from the cache": (Scheduler, "_start", _cache_what_is_scored),
+    "positions that score the prompt are taken from the cache": (Prefill, "_start", _cache_what_is_scored),
     "the sole request fails although its step is in flight": (Running, "make_room", _give_up_too_early),
     "a retracted request loses its newest token": (Running, "_release", _forget_output_on_retraction),
     "a request slot is lost": (ReqTable, "give", _keep_req_slot_busy),
-    "requests start without room": (Admission, "fits", _always_fits),
+    "requests start without room": (Admission, "missing", _always_fits),
     "the first EOS that may end a request is ignored": (Running, "start", _heed_eos_too_late),
 }
 

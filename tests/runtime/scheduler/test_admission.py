@@ -28,10 +28,10 @@ def test_without_chunking_a_prompt_goes_whole_or_waits() -> None:
 
 def test_room_is_kept_for_what_runs() -> None:
     admission = Admission(0, initial_ratio=0.5)
-    assert admission.fits(needed=10, remaining=20, available=40, running_remaining=40, alone=False)
-    assert not admission.fits(needed=11, remaining=20, available=40, running_remaining=40, alone=False)
-    assert admission.fits(needed=40, remaining=1000, available=40, running_remaining=0, alone=True)
-    assert not admission.fits(needed=41, remaining=0, available=40, running_remaining=0, alone=True)
+    assert admission.missing(needed=10, remaining=20, available=40, running_remaining=40, alone=False) == 0
+    assert admission.missing(needed=11, remaining=20, available=40, running_remaining=40, alone=False) == 1
+    assert admission.missing(needed=40, remaining=1000, available=40, running_remaining=0, alone=True) == 0
+    assert admission.missing(needed=41, remaining=0, available=40, running_remaining=0, alone=True) == 1
 
 
 def test_the_ratio_decays_and_jumps_at_a_retraction() -> None:
