@@ -56,11 +56,26 @@ IntArray int32_argument(const py::object& value, const char* name) {
 Tokens span_of(const IntArray& array) { return {array.data(), static_cast<size_t>(array.size())}; }
 
 // Hands the vector's memory to numpy without a copy.
-py::array_t<int32_t> to_numpy(std::vector<int32_t>&& values) {
-  auto owner = std::make_unique<std::vector<int32_t>>(std::move(values));
-  std::vector<int32_t>* vector = owner.get();
-  py::capsule keeper(owner.release(), [](void* pointer) { delete static_cast<std::vector<int32_t>*>(pointer); });
-  return py::array_t<int32_t>(static_cast<py::ssize_t>(vector->size()), vector->data(), keeper);
+template <typename T>
+py::array_t<T> to_numpy(std::vector<T>&& values) {
+  auto owner = std::make_unique<std::vector<T>>(std::move(values));
+  std::vector<T>* vector = owner.get();
+  py::capsule keeper(owner.release(), [](void* pointer) { delete static_cast<std::vector<T>*>(pointer); });
+  return py::array_t<T>(static_cast<py::ssize_t>(vector->size()), vector->data(), keeper);
+}
+
+// ("stored", hash of the page before or None, hashes, tokens, extra_key) or ("removed", hashes)
+py::list events_to_python(std::vector<RadixTree::Event>&& events) {
+  py::list list;
+  for (RadixTree::Event& event : events) {
+    if (event.stored) {
+      list.append(
+          py::make_tuple("stored", event.parent, event.pages, to_numpy(std::move(event.tokens)), event.extra_key));
+    } else {
+      list.append(py::make_tuple("removed", event.pages));
+    }
+  }
+  return list;
 }
 
 py::dict build_info() {
@@ -79,7 +94,10 @@ py::dict build_info() {
 
 void bind_radix_tree(py::module_& module) {
   py::class_<RadixTree>(module, "RadixTree", "A radix tree from token prefixes to KV-cache slots; see _host.pyi.")
-      .def(py::init<int64_t>(), py::arg("page_size") = 1)
+      .def(py::init([](int64_t page_size, const std::string& eviction, int64_t window, bool events) {
+             return std::make_unique<RadixTree>(page_size, gristmill::host::eviction_named(eviction), window, events);
+           }),
+           py::arg("page_size") = 1, py::arg("eviction") = "lru", py::arg("window") = 0, py::arg("events") = false)
       .def(
           "match",
           [](RadixTree& tree, const py::object& ids, const std::string& extra_key) {
@@ -96,19 +114,70 @@ void bind_radix_tree(py::module_& module) {
           },
           py::arg("ids"), py::arg("extra_key") = "")
       .def(
+          "match_path",
+          [](const RadixTree& tree, const py::object& ids, const std::string& extra_key) {
+            const IntArray array = int32_argument(ids, "ids");
+            RadixTree::Path path = tree.match_path(span_of(array), extra_key);
+            return py::make_tuple(path.length, to_numpy(std::move(path.nodes)));
+          },
+          py::arg("ids"), py::arg("extra_key") = "")
+      .def(
           "insert",
-          [](RadixTree& tree, const py::object& ids, const py::object& slots, const std::string& extra_key) {
+          [](RadixTree& tree, const py::object& ids, const py::object& slots, const std::string& extra_key,
+             int64_t priority) {
             const IntArray id_array = int32_argument(ids, "ids");
             const IntArray slot_array = int32_argument(slots, "slots");
-            const RadixTree::Insertion done = tree.insert(span_of(id_array), span_of(slot_array), extra_key);
+            const RadixTree::Insertion done = tree.insert(span_of(id_array), span_of(slot_array), extra_key, priority);
             return py::make_tuple(done.node, done.num_present);
           },
-          py::arg("ids"), py::arg("slots"), py::arg("extra_key") = "")
+          py::arg("ids"), py::arg("slots"), py::arg("extra_key") = "", py::arg("priority") = 0)
       .def("lock", &RadixTree::lock, py::arg("node"))
       .def("unlock", &RadixTree::unlock, py::arg("node"))
       .def(
           "evict", [](RadixTree& tree, int64_t num_tokens) { return to_numpy(tree.evict(num_tokens)); },
           py::arg("num_tokens"))
+      .def("take_events", [](RadixTree& tree) { return events_to_python(tree.take_events()); })
+      .def(
+          "match_window",
+          [](RadixTree& tree, const py::object& ids, const std::string& extra_key) {
+            const IntArray array = int32_argument(ids, "ids");
+            RadixTree::WindowMatch found = tree.match_window(span_of(array), extra_key);
+            return py::make_tuple(found.node, to_numpy(std::move(found.slots)), found.window_start,
+                                  to_numpy(std::move(found.window_slots)));
+          },
+          py::arg("ids"), py::arg("extra_key") = "")
+      .def(
+          "match_window_length",
+          [](const RadixTree& tree, const py::object& ids, const std::string& extra_key) {
+            const IntArray array = int32_argument(ids, "ids");
+            return tree.match_window_length(span_of(array), extra_key);
+          },
+          py::arg("ids"), py::arg("extra_key") = "")
+      .def(
+          "insert_window",
+          [](RadixTree& tree, const py::object& ids, const py::object& slots, int64_t window_start,
+             const py::object& window_slots, const std::string& extra_key, int64_t priority) {
+            const IntArray id_array = int32_argument(ids, "ids");
+            const IntArray slot_array = int32_argument(slots, "slots");
+            const IntArray window_array = int32_argument(window_slots, "window_slots");
+            RadixTree::WindowInsertion done = tree.insert_window(span_of(id_array), span_of(slot_array), window_start,
+                                                                 span_of(window_array), extra_key, priority);
+            return py::make_tuple(done.node, done.num_present, to_numpy(std::move(done.taken)));
+          },
+          py::arg("ids"), py::arg("slots"), py::arg("window_start"), py::arg("window_slots"), py::arg("extra_key") = "",
+          py::arg("priority") = 0)
+      .def("lock_window", &RadixTree::lock_window, py::arg("node"), py::arg("start"))
+      .def("unlock_window", &RadixTree::unlock_window, py::arg("node"), py::arg("start"))
+      .def(
+          "evict_window", [](RadixTree& tree, int64_t num_tokens) { return to_numpy(tree.evict_window(num_tokens)); },
+          py::arg("num_tokens"))
+      .def("take_freed_window", [](RadixTree& tree) { return to_numpy(tree.take_freed_window()); })
+      .def("all_window_slots", [](const RadixTree& tree) { return to_numpy(tree.all_window_slots()); })
+      .def_property_readonly("window", &RadixTree::window)
+      .def_property_readonly("window_evictable", &RadixTree::window_evictable)
+      .def_property_readonly("window_locked", &RadixTree::window_locked)
+      .def_property_readonly("window_size", &RadixTree::window_size)
+      .def_property_readonly("memory_bytes", &RadixTree::memory_bytes)
       .def("clear", [](RadixTree& tree) { return to_numpy(tree.clear()); })
       .def("all_slots", [](const RadixTree& tree) { return to_numpy(tree.all_slots()); })
       .def("check", &RadixTree::check)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from gristmill_kernels._host import RadixTree
+from tests.kernels.host.mirror import Mirror
+from tests.kernels.host.twin import POLICIES, page_hash
 from tests.kernels.host.twin import RadixTree as Twin
 
 # (which earlier prompt it continues, how many of its pages are kept, the kinds of the pages after those, tokens that fill no page).
@@ -20,6 +22,7 @@ from tests.kernels.host.twin import RadixTree as Twin
 Prompt: TypeAlias = tuple[int, int, list[int], int]
 prompts = st.tuples(st.integers(0, 7), st.integers(0, 8), st.lists(st.integers(0, 3), max_size=4), st.integers(0, 15))
 keys = st.sampled_from(["", "", "", "adapter", "ключ"])
+priorities = st.integers(-2, 2)
 
 
 class TwinComparison(RuleBasedStateMachine):
@@ -27,9 +30,18 @@ class TwinComparison(RuleBasedStateMachine):
 
     held = Bundle("held")
 
-    @initialize(page_size=st.sampled_from([1, 2, 3, 4, 7, 16]), first=st.lists(prompts, min_size=2, max_size=8))
-    def create(self, page_size: int, first: list[Prompt]) -> None:
-        self.tree, self.twin = RadixTree(page_size), Twin(page_size)
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4, 7, 16]),
+        eviction=st.sampled_from(POLICIES),
+        first=st.lists(prompts, min_size=2, max_size=8),
+        watch_always=st.booleans(),
+    )
+    def create(self, page_size: int, eviction: str, first: list[Prompt], watch_always: bool) -> None:
+        self.start(RadixTree(page_size, eviction, events=True), Twin(page_size, eviction), first, watch_always)
+
+    def start(self, tree: RadixTree, twin: Twin, first: list[Prompt], watch_always: bool) -> None:
+        self.tree, self.twin = tree, twin
+        self.mirror, self.watch_always = Mirror(tree.page_size), watch_always
         self.next_slot = 0
         self.earlier: list[list[int]] = []  # page kinds of the last prompts
         self.names: dict[object, int] = {}  # place -> the C++ id it was given
@@ -54,19 +66,27 @@ class TwinComparison(RuleBasedStateMachine):
     def match(self, prompt: Prompt, key: str) -> tuple[int, int]:
         ids = self.spell(prompt)
         length = self.tree.match_length(ids, key)
+        path_length, path = self.tree.match_path(ids, key)
+        assert path_length == length and path.dtype == np.int64
         node, slots = self.tree.match(ids, key)
         twin_node, twin_slots = self.twin.match(ids, key)
         assert length == len(slots)
         assert slots.dtype == np.int32 and slots.tolist() == twin_slots.tolist()
         self.same_node(node, twin_node)
+        split_path = self.tree.match_path(ids[:length], key)[1].tolist()  # match may have split the last node of the path
+        assert (split_path[-1] if split_path else 0) == node
+        assert path[:-1].tolist() == split_path[: max(0, len(path) - 1)] and len(path) == len(split_path)
         return node, twin_node
 
-    def insert(self, prompt: Prompt, key: str) -> tuple[int, int]:
+    def new_slots(self, count: int) -> list[int]:
+        self.next_slot += count
+        return list(range(self.next_slot - count, self.next_slot))
+
+    def insert(self, prompt: Prompt, key: str, priority: int = 0) -> tuple[int, int]:
         ids = self.spell(prompt)
-        slots = list(range(self.next_slot, self.next_slot + len(ids)))
-        self.next_slot += len(ids)
-        node, present = self.tree.insert(ids, slots, key)
-        twin_node, twin_present = self.twin.insert(ids, slots, key)
+        slots = self.new_slots(len(ids))
+        node, present = self.tree.insert(ids, slots, key, priority)
+        twin_node, twin_present = self.twin.insert(ids, slots, key, priority)
         assert present == twin_present
         self.same_node(node, twin_node)
         return node, twin_node
@@ -80,9 +100,9 @@ class TwinComparison(RuleBasedStateMachine):
     def only_match(self, prompt: Prompt, key: str) -> None:
         self.match(prompt, key)
 
-    @rule(prompt=prompts, key=keys)
-    def only_insert(self, prompt: Prompt, key: str) -> None:
-        self.insert(prompt, key)
+    @rule(prompt=prompts, key=keys, priority=priorities)
+    def only_insert(self, prompt: Prompt, key: str, priority: int) -> None:
+        self.insert(prompt, key, priority)
 
     @rule(target=held, prompt=prompts, key=keys)
     def match_and_lock(self, prompt: Prompt, key: str) -> object:
@@ -124,6 +144,17 @@ class TwinComparison(RuleBasedStateMachine):
         assert self.tree.size == self.tree.node_count == 0
         self.names.clear()
 
+    @rule()
+    def watch(self) -> None:
+        """Replaying the events gives the tree's pages, however many came at once."""
+        self.mirror.replay(self.tree.take_events())
+        assert self.mirror.hashes == self.twin.hashes()
+
+    @invariant()
+    def events_agree(self) -> None:
+        if self.watch_always:
+            self.watch()
+
     @invariant()
     def counters_and_slots_agree(self) -> None:
         assert (self.tree.evictable, self.tree.locked, self.tree.size) == (self.twin.evictable, self.twin.locked, self.twin.size)
@@ -136,15 +167,16 @@ class TwinComparison(RuleBasedStateMachine):
         """The whole order: page by page, everything unlocked is freed in the same sequence."""
         while self.tree.evictable:
             self.evict(1, 0)
+        self.watch()
 
 
 TestAgainstTwin = TwinComparison.TestCase
-TestAgainstTwin.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAgainstTwin.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 
 
-def tree_with(*prompts: list[int], page_size: int = 1) -> RadixTree:
+def tree_with(*prompts: list[int], page_size: int = 1, eviction: str = "lru") -> RadixTree:
     """Prompts inserted one after the other; the slot of a token is 100 times the prompt's number plus its position."""
-    tree = RadixTree(page_size)
+    tree = RadixTree(page_size, eviction)
     for number, ids in enumerate(prompts):
         tree.insert(ids, [100 * number + position for position in range(len(ids))])
     return tree
@@ -230,6 +262,98 @@ def test_lookups_for_a_policy_change_nothing() -> None:
     assert sorted(tree.evict(3).tolist()) == [0, 1, 2]
 
 
+def test_the_path_of_a_match_names_its_nodes_and_changes_nothing() -> None:
+    tree = tree_with([1, 2, 3, 4], [1, 2, 7])
+    upper, lower = tree.match([1, 2])[0], tree.match([1, 2, 3, 4])[0]
+    length, nodes = tree.match_path([1, 2, 3, 9])
+    assert (length, nodes.tolist(), nodes.dtype) == (3, [upper, lower], np.int64)
+    assert tree.node_count == 3
+    assert tree.match_path([5])[0] == 0
+    assert tree.match_path([1], "adapter")[1].tolist() == []
+
+
+def eviction_order(tree: RadixTree) -> list[int]:
+    """Prompts of one token each, by their token, in the order in which they go."""
+    return [int(tree.evict(1)[0]) // 100 for _ in range(tree.evictable)]
+
+
+def test_lfu_keeps_what_was_matched_often() -> None:
+    tree = tree_with([1], [2], [3], eviction="lfu")
+    for prompt in ([1], [1], [3]):
+        tree.match(prompt)
+    tree.insert([2], [9])  # finding its tokens there is no use: a prompt in chunks does that to itself
+    assert eviction_order(tree) == [1, 2, 0]
+
+
+def test_fifo_ignores_use() -> None:
+    tree = tree_with([1], [2], [3], eviction="fifo")
+    tree.match([1])
+    tree.insert([2], [9])
+    assert eviction_order(tree) == [0, 1, 2]
+
+
+def test_priority_goes_before_recency_and_reaches_the_ancestors() -> None:
+    tree = RadixTree(1, "priority")
+    tree.insert([1, 2], [0, 1], priority=0)
+    tree.insert([3], [100], priority=-1)
+    tree.insert([1, 2, 4], [0, 1, 200], priority=5)
+    tree.insert([5], [300], priority=1)
+    assert tree.evict(2).tolist() == [100, 300]
+    assert tree.evict(1).tolist() == [200]
+    assert sorted(tree.evict(2).tolist()) == [0, 1]
+
+
+def test_slru_gives_up_what_was_used_once_before_what_was_used_again() -> None:
+    tree = tree_with([1], [2], [3], [4], eviction="slru")
+    tree.match([2])
+    tree.match([1])
+    tree.match([2])
+    assert eviction_order(tree) == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_parent_is_never_evicted_before_its_children(eviction: str) -> None:
+    tree = tree_with([1, 2, 3], eviction=eviction)
+    for number in range(5):
+        tree.match([1, 2])
+        tree.insert([1, 2, 10 + number], [0, 0, 500 + number], priority=number)
+    freed = [int(tree.evict(1)[0]) for _ in range(8)]
+    assert freed[-2:] == [1, 0]
+    tree.check()
+
+
+def test_events_name_pages_by_a_chain_of_their_tokens() -> None:
+    tree = RadixTree(2, events=True)
+    tree.insert([1, 2, 3, 4, 5], range(5), "key")
+    tree.insert([1, 2, 8, 9], range(10, 14), "key")
+    first, second, other = (page_hash(("key", prefix)) for prefix in ((1, 2), (1, 2, 3, 4), (1, 2, 8, 9)))
+    stored, more = tree.take_events()
+    assert (*stored[:3], stored[3].tolist(), stored[4]) == ("stored", None, [first, second], [1, 2, 3, 4], "key")
+    assert (*more[:3], more[3].tolist(), more[4]) == ("stored", first, [other], [8, 9], "key")
+    assert tree.take_events() == []
+    tree.match([1, 2], "key")
+    tree.evict(3)
+    assert tree.take_events() == [("removed", [second, other])]
+    tree.clear()
+    assert tree.take_events() == [("removed", [first])]
+
+
+def test_a_tree_without_events_has_none() -> None:
+    tree = tree_with([1, 2, 3])
+    tree.evict(1)
+    assert tree.take_events() == []
+
+
+def test_memory_grows_by_eight_bytes_a_token_and_is_given_back() -> None:
+    tree = RadixTree()
+    empty = tree.memory_bytes
+    tree.insert(np.arange(100_000), np.arange(100_000))
+    assert 800_000 <= tree.memory_bytes - empty <= 802_000
+    tree.insert(np.arange(1, 1001), np.arange(1000))
+    tree.evict(101_000)
+    assert tree.memory_bytes - empty < 2_000
+
+
 def test_an_evicted_node_is_refused_and_its_id_never_returns() -> None:
     tree = tree_with([1, 2])
     node, _ = tree.match([1, 2])
@@ -244,6 +368,8 @@ def test_an_evicted_node_is_refused_and_its_id_never_returns() -> None:
     ("call", "error", "message"),
     [
         (lambda tree: RadixTree(0), ValueError, "page_size must be at least 1, got 0"),
+        (lambda tree: RadixTree(1, "mru"), ValueError, "eviction must be lru, lfu, fifo, priority or slru, got 'mru'"),
+        (lambda tree: RadixTree(1, window=-1), ValueError, "window must not be negative, got -1"),
         (lambda tree: tree.insert([1, 2], [0]), ValueError, "slots must have one entry per id: got 2 ids and 1 slots"),
         (lambda tree: tree.insert([1], [-1]), ValueError, "slots must not be negative, got -1 at position 0"),
         (lambda tree: tree.match([[1, 2]]), ValueError, "ids must be one-dimensional, got 2 dimensions"),
