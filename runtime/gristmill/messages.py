@@ -23,6 +23,8 @@ NO_TOKEN = -2  # Result.ids: the row did not emit (emit == EMIT_NONE)
 
 EMIT_NONE, EMIT_SAMPLE, EMIT_VERIFY = 0, 1, 2
 
+HEARTBEAT = 0  # seq of a Reply that answers nothing: the detokenizer says about once a second that it lives
+
 _DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "i8": np.dtype("<i8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
@@ -189,11 +191,15 @@ class Mask(Message, tag="mask"):
 
 
 class Pool(msgspec.Struct):
-    """kind: full | window | state. `slots` usable slots; slot 0 is an ordinary slot."""
+    """kind: full | window | state. `slots` usable slots; slot 0 is an ordinary slot. Write.pool is its place in Ready.pools.
+
+    A window pool is that of layers whose tokens see the last `window` tokens only, themselves included.
+    """
 
     kind: str
     slots: int
     page_size: int = 1
+    window: int = 0
 
 
 class Ready(Message, tag="ready"):
@@ -263,7 +269,7 @@ class Out(Message, tag="out"):
 
 
 class Reply(Message, tag="reply"):
-    """Answer to Control `seq`, passed through C unchanged."""
+    """Answer to Control `seq`, passed through C unchanged. Seq HEARTBEAT is C's own."""
 
     seq: int
     result: dict[str, Any] | None = None
@@ -281,6 +287,10 @@ class Stats(Message, tag="stats"):
     pool_free: int = 0
     pool_evictable: int = 0
     pool_locked: int = 0
+    window_total: int = 0  # the pool of sliding-window layers, if there is one
+    window_free: int = 0
+    window_evictable: int = 0
+    window_locked: int = 0
     max_reqs: int = 0
     max_context: int = 0
     prompt_tokens: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gristmill.memory.radix_cache import RadixCache
+from gristmill.memory.radix_cache import Match, RadixCache
 from gristmill.memory.req_table import ReqTable
 from gristmill.messages import NewReq, Stats
 from gristmill.scheduler.admission import REMAINING_CLIP_TOKENS, Admission
@@ -14,8 +14,9 @@ from gristmill.scheduler.masks import MaskProvider
 from gristmill.scheduler.outbox import Outbox
 from gristmill.scheduler.queue import WaitingQueue
 from gristmill.scheduler.request import Request, State
-from gristmill.scheduler.running import Running, StepWrites
+from gristmill.scheduler.running import Running
 from gristmill.scheduler.sharing import Prefix, waits_for
+from gristmill.scheduler.step_writes import StepWrites
 
 ADMISSION_RETRY_STEPS = 16  # a blocked queue is tried again when something was released, or after this many steps
 MAX_DEFERRED = 64  # requests that one plan may leave waiting for a shared prefix before it looks no further
@@ -68,14 +69,14 @@ class Prefill:
         if begun and self._queue and self._queue.top_priority() > begun[-1].priority:
             top = self._queue.top_priority()
             urgent = [request for request in begun if request.priority >= top]
-            budget = self._continue(urgent, budget, rows)
+            budget = self._continue(urgent, budget, rows, writes)
             begun = begun[len(urgent) :]
             budget = self._admit(budget, rows, writes, new, above=begun[0].priority)
-        budget = self._continue(begun, budget, rows)
+        budget = self._continue(begun, budget, rows, writes)
         self._admit(budget, rows, writes, new)
         return rows
 
-    def _continue(self, begun: list[Request], budget: int, rows: Chunks) -> int:
+    def _continue(self, begun: list[Request], budget: int, rows: Chunks, writes: StepWrites) -> int:
         """Chunks of `begun` prompts within `budget`; returns what is left of it."""
         for request in begun:
             if request.state is not State.RUNNING:  # preempted by this very plan
@@ -83,8 +84,10 @@ class Prefill:
             n = self._admission.chunk(request.n_known - int(self._table.kv[request.req_slot]), budget, not rows)
             if not n:
                 break
-            rows.append((request, n))
-            budget -= n
+            if n := self._running.chunk(request, n):  # 0: it has to wait until window slots of steps in flight come back
+                self._running.cover_chunk(request, n, writes)
+                rows.append((request, n))
+                budget -= n
         return budget
 
     def _admit(self, budget: int, rows: Chunks, writes: StepWrites, new: list[NewReq], above: int | None = None) -> int:
@@ -132,28 +135,37 @@ class Prefill:
         cacheable = len(request.ids) - 1
         if request.score_from >= 1:
             cacheable = min(cacheable, request.score_from - 1)
-        lease, cached = pool.acquire(request.ids[:cacheable], request.extra_key)
-        if self._waits_for_prefix(request, cacheable, len(cached)):
-            pool.release(lease)
+        match = pool.acquire(request.ids[:cacheable], request.extra_key)
+        n_cached = match.lease.n_tokens
+        if self._waits_for_prefix(request, cacheable, n_cached):
+            pool.give_up(match)
             self._stats.prefix_waits += 1
             self.due = True
             return 0
         alone = table.n_free == table.max_reqs
-        n = self._admission.chunk(len(request.ids) - len(cached), budget, first)
-        missing = self._admission.missing(pool.pages(len(request.ids)) - len(cached), own, pool.available, running_remaining, alone)
-        if not n or missing > 0:
-            pool.release(lease)
+        n = self._admission.chunk(len(request.ids) - n_cached, budget, first)
+        missing = self._admission.missing(pool.pages(len(request.ids)) - n_cached, own, pool.available, running_remaining, alone)
+        limit = min(request.n_prompt + request.sampling.max_tokens, self._max_context)
+        windows = self._running.windows
+        missing_window = windows.reservations.missing(limit) if windows is not None else 0
+        if not n or missing > 0 or missing_window > 0:
+            pool.give_up(match)
             if n and alone:
                 self._fail_for_room(request)
                 return 0
             # without budget it is tried in the next step, without room when some was made
-            self.due = not n or self._preempt(request, missing, running_remaining)
+            self.due = not n or self._preempt(request, missing, missing_window)
             return None
-        limit = min(request.n_prompt + request.sampling.max_tokens, self._max_context)
-        self._running.start(request, lease, cached, limit, writes)
+        return self._begin(request, match, limit, n, writes, new)
+
+    def _begin(self, request: Request, match: Match, limit: int, n: int, writes: StepWrites, new: list[NewReq]) -> int:
+        """Start `request` with the first `n` tokens after the cached prefix `match`, or as many as there may be window slots for."""
+        self._running.start(request, match, limit, writes)
+        n = self._running.chunk(request, n)
+        self._running.cover_chunk(request, n, writes)
         self._queue.remove(request, admitted=True)
         self._computing.append(request)
-        self._announce(request, len(cached), new)
+        self._announce(request, match.lease.n_tokens, new)
         return n
 
     def _announce(self, request: Request, n_cached: int, new: list[NewReq]) -> None:
@@ -200,22 +212,23 @@ class Prefill:
             return False
         return min(request.priority for request in self._running.requests.values()) + self._preempt_threshold <= priority
 
-    def _preempt(self, request: Request, missing: int, running_remaining: int) -> bool:
-        """Park requests of much lower priority until `missing` tokens and a request slot will be free for `request`.
+    def _preempt(self, request: Request, missing: int, missing_window: int) -> bool:
+        """Park requests of much lower priority until so many tokens of either pool and a request slot will be free for `request`.
 
         None is parked when all of them would not do. The rows that this step has for them still count: they leave the pool
         once nothing of them is in flight, and nobody is admitted before that.
         """
         if not self._may_preempt(request.priority):
             return False
-        table, chosen = self._table, []
+        table, windows, chosen = self._table, self._running.windows, []
         victims = [other for other in self._running.requests.values() if other.priority + self._preempt_threshold <= request.priority]
         for victim in sorted(victims, key=self._running.victim_key):
             chosen.append(victim)
             slot = victim.req_slot
             remaining = min(int(table.limit[slot] - table.length[slot]), REMAINING_CLIP_TOKENS)
             missing -= int(table.n_slots[slot]) + self._admission.expected(remaining)
-            if missing <= 0:
+            missing_window -= int(windows.reserved[slot]) if windows is not None else 0
+            if missing <= 0 and missing_window <= 0:
                 for victim in chosen:
                     victim.preempted = True
                     self._running.park(victim)

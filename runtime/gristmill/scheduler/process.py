@@ -12,7 +12,8 @@ import zmq
 
 from gristmill.errors import GristmillError, ProtocolError
 from gristmill.launch_config import LaunchConfig
-from gristmill.messages import Abort, Control, Done, Mask, Message, Ready, Reply, Result, Step, Submit, encode
+from gristmill.memory.window import WindowSpec
+from gristmill.messages import Abort, Control, Done, Mask, Message, Pool, Ready, Reply, Result, Step, Submit, encode
 from gristmill.options import Options
 from gristmill.scheduler.loops import event_loop_normal, event_loop_overlap
 from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -49,21 +50,21 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
 def scheduler_config(config: LaunchConfig, ready: Sequence[Ready]) -> SchedulerConfig:
     """What the slowest and smallest rank allows, within the options."""
     options: Options = config.options
-    pools = []
     for message in ready:
-        if len(message.pools) != 1 or message.pools[0].kind != "full":
+        if [pool.kind for pool in message.pools] not in (["full"], ["full", "window"]) or len(message.pools) != len(ready[0].pools):
             kinds = ", ".join(pool.kind for pool in message.pools) or "none"
-            raise ProtocolError(f"rank {message.rank} has the pools {kinds}; this scheduler knows models with one full pool")
-        pools.append(message.pools[0])
-        if pools[-1].page_size != options.page_size:
-            raise ProtocolError(f"rank {message.rank} has pages of {pools[-1].page_size} tokens where --page-size is {options.page_size}")
-    pool_tokens = min(pool.slots for pool in pools)
-    if pool_tokens < options.page_size:
+            raise ProtocolError(
+                f"rank {message.rank} has the pools {kinds}; every rank must have one full pool, or a full and a window pool"
+            )
+    full, *windows = (_smallest(pools, options) for pools in zip(*(message.pools for message in ready)))
+    window = WindowSpec(windows[0].slots, windows[0].window) if windows else None
+    if full.slots < options.page_size:
         raise GristmillError(
-            f"the KV pool has room for {pool_tokens} tokens, less than one page of {options.page_size}: raise --pool-tokens"
+            f"the KV pool has room for {full.slots} tokens, less than one page of {options.page_size}: raise --pool-tokens"
         )
     return SchedulerConfig(
-        pool_tokens=pool_tokens,
+        pool_tokens=full.slots,
+        window=window,
         max_reqs=min(options.max_running, *(message.max_reqs for message in ready)),
         max_context=min(message.max_context for message in ready),
         page_size=options.page_size,
@@ -80,6 +81,16 @@ def scheduler_config(config: LaunchConfig, ready: Sequence[Ready]) -> SchedulerC
         vocab_size=int(ready[0].caps.get("vocab_size", 0)),
         check=os.environ.get("GRISTMILL_CHECK") == "1",
     )
+
+
+def _smallest(pools: Sequence[Pool], options: Options) -> Pool:
+    """The pool of the rank that has least of it, of those that must agree in everything else."""
+    for pool in pools:
+        if pool.page_size != options.page_size:
+            raise ProtocolError(f"a worker has pages of {pool.page_size} tokens where --page-size is {options.page_size}")
+        if pool.window != pools[0].window or (pool.kind == "window") != (pool.window > 0):
+            raise ProtocolError(f"the {pool.kind} pools of the workers have windows of {sorted({pool.window for pool in pools})} tokens")
+    return min(pools, key=lambda pool: pool.slots)
 
 
 class _Edges:

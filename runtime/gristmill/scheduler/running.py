@@ -6,33 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gristmill.memory.radix_cache import Lease, RadixCache
+from gristmill.memory.radix_cache import Lease, Match, RadixCache
 from gristmill.memory.req_table import ReqTable
-from gristmill.messages import Write
 from gristmill.scheduler.request import Request, State
+from gristmill.scheduler.step_writes import StepWrites
+from gristmill.scheduler.windows import Windows
 
 LOOKAHEAD_TOKENS = 16  # slots that a decoding request gets at once while memory is plenty: fewer table writes per step
-
-
-class StepWrites:
-    """The table entries that a step adds, in the form of Step.writes and Step.write_slots."""
-
-    def __init__(self) -> None:
-        self.writes: list[Write] = []
-        self._slots: list[np.ndarray] = []
-
-    def add(self, req_slot: int, start: int, slots: np.ndarray) -> None:
-        self.writes.append(Write(0, req_slot, start, len(slots)))
-        self._slots.append(slots)
-
-    def add_blocks(self, req_slots: np.ndarray, starts: np.ndarray, blocks: np.ndarray) -> None:
-        """One block of equally many slots per request."""
-        n = blocks.shape[1]
-        self.writes += [Write(0, req_slot, start, n) for req_slot, start in zip(req_slots.tolist(), starts.tolist())]
-        self._slots.append(blocks.reshape(-1))
-
-    def slots(self) -> np.ndarray:
-        return np.concatenate(self._slots) if self._slots else np.empty(0, dtype=np.int32)
 
 
 class Room(NamedTuple):
@@ -46,8 +26,8 @@ class Room(NamedTuple):
 class Running:
     """Slots of the running, parked and ending requests: the only place where slots change hands."""
 
-    def __init__(self, table: ReqTable, pool: RadixCache, lookahead_tokens: int = LOOKAHEAD_TOKENS) -> None:
-        self.table, self.pool = table, pool
+    def __init__(self, table: ReqTable, pool: RadixCache, lookahead_tokens: int = LOOKAHEAD_TOKENS, windows: Windows | None = None) -> None:
+        self.table, self.pool, self.windows = table, pool, windows
         self.requests: dict[int, Request] = {}  # running, by request slot, in the order of their admission
         self.prefilling: list[Request] = []  # those of them with known tokens still to plan, oldest first
         self.leaving: list[Request] = []  # parked and ending
@@ -55,9 +35,9 @@ class Running:
         self.by_slot: list[Request | None] = [None] * table.max_reqs
         self._lookahead = pool.pages(lookahead_tokens)
 
-    def start(self, request: Request, lease: Lease, cached: np.ndarray, limit: int, writes: StepWrites) -> None:
-        """Give `request` a request slot and slots for all its known tokens; the cached prefix is leased already."""
-        table, n = self.table, len(request.ids)
+    def start(self, request: Request, match: Match, limit: int, writes: StepWrites) -> None:
+        """Give `request` a request slot and slots for all its known tokens after the cached prefix `match`, which is leased already."""
+        table, n, cached = self.table, len(request.ids), match.slots
         slot = table.take()
         n_slots = self.pool.pages(n)
         row = table.slots[slot]
@@ -73,11 +53,41 @@ class Running:
         table.has_stop_ids[slot] = bool(request.stop_ids)
         table.idx[slot] = request.idx
         request.move(State.RUNNING)
-        request.req_slot, request.n_known, request.lease = slot, n, lease
+        request.req_slot, request.n_known, request.lease = slot, n, match.lease
         request.tree_spans = [(0, len(cached))] if len(cached) else []
         self.requests[slot] = self.by_slot[slot] = request
         self.prefilling.append(request)
         writes.add(slot, 0, row[: min(n_slots, table.width)].copy())
+        if self.windows is not None:
+            self.windows.begin(slot, match, limit, writes)
+
+    def chunk(self, request: Request, n: int) -> int:
+        """How many of the next `n` prompt tokens may be computed in this step for all that the window pool has."""
+        return n if self.windows is None else self.windows.chunk(request.req_slot, n)
+
+    def cover_chunk(self, request: Request, n: int, writes: StepWrites) -> None:
+        """Make sure of window slots for the next `n` prompt tokens."""
+        if self.windows is not None:
+            self.windows.cover(request.req_slot, int(self.table.kv[request.req_slot]) + n, writes)
+
+    def cover_rows(self, rows: np.ndarray, writes: StepWrites) -> None:
+        """Make sure of window slots for one more token of each of `rows`."""
+        if self.windows is not None:
+            self.windows.cover_rows(rows, self._lookahead, writes)
+
+    def prompt_done(self, request: Request) -> None:
+        """All known tokens of `request` are applied: it needs window slots for a token at a time from now on."""
+        if self.windows is not None:
+            self.windows.prompt_done(request.req_slot, request.lease, request.n_known)
+
+    def applied(self, rows: np.ndarray, kv_len: np.ndarray) -> None:
+        """A step with these rows was applied: what fell below the windows is let go."""
+        if self.windows is None:
+            return
+        for slot in self.windows.due(rows, kv_len):
+            request = self.by_slot[slot]
+            assert request is not None
+            self.windows.trim(slot, request.lease)
 
     def grow(self, rows: np.ndarray, writes: StepWrites) -> None:
         """Give each of `rows` room for at least one more token; the pool has it."""
@@ -101,8 +111,15 @@ class Running:
         if n <= request.lease.n_tokens:
             return
         slot = request.req_slot
-        lease, n_present = self.pool.extend(request.lease, self.table.ids[slot, :n], self.table.slots[slot, :n], request.extra_key)
-        request.lease = lease
+        ids, slots = self.table.ids[slot, :n], self.table.slots[slot, :n]
+        if self.windows is None:
+            request.lease, n_present = self.pool.extend(request.lease, ids, slots, request.extra_key, request.priority)
+        else:
+            start, held = self.windows.held(slot, n)
+            request.lease, n_present, taken = self.pool.extend_window(
+                request.lease, ids, slots, start, held, request.extra_key, request.priority
+            )
+            self.windows.spans[slot] += taken
         if n_present < n:
             request.tree_spans.append((n_present, n))
 
@@ -148,6 +165,8 @@ class Running:
         n_slots = int(table.n_slots[slot])
         private = table.slots[slot, :n_slots][request.is_private(n_slots)]
         request.ids = table.ids[slot, :n_ids].copy()
+        if self.windows is not None:
+            self.windows.release(slot, request.lease)
         self.pool.release(request.lease)
         self.pool.give(private)
         table.give(slot)

@@ -11,6 +11,7 @@ import numpy as np
 from gristmill.errors import ProtocolError
 from gristmill.memory.radix_cache import RadixCache, TreeFactory, native_tree
 from gristmill.memory.req_table import ReqTable
+from gristmill.memory.window import Reservations, WindowSpec
 from gristmill.messages import (
     EMIT_NONE,
     EMIT_SAMPLE,
@@ -38,7 +39,9 @@ from gristmill.scheduler.policy import POLICIES
 from gristmill.scheduler.prefill import Prefill
 from gristmill.scheduler.queue import WaitingQueue
 from gristmill.scheduler.request import Request, State
-from gristmill.scheduler.running import LOOKAHEAD_TOKENS, Running, StepWrites
+from gristmill.scheduler.running import LOOKAHEAD_TOKENS, Running
+from gristmill.scheduler.step_writes import StepWrites
+from gristmill.scheduler.windows import Windows
 
 MAX_PREFILL_STREAK = 8  # without mixed chunks: steps of prompts only, after which waiting decode rows get one
 
@@ -60,6 +63,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     preempt_threshold: int = 10
     eviction_policy: str = "lru"
+    window: WindowSpec | None = None  # the pool of sliding-window layers
+    kv_events: bool = False  # record what enters and leaves the prefix cache
     n_ranks: int = 1
     vocab_size: int = 0  # 0: ids are not checked against it
     lookahead_tokens: int = LOOKAHEAD_TOKENS
@@ -84,10 +89,22 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, masks: MaskProvider | None = None, tree_factory: TreeFactory = native_tree) -> None:
         self.config = config
-        self.pool = RadixCache(config.pool_tokens, config.page_size, tree_factory if config.radix_cache else None)
+        self.pool = RadixCache(
+            config.pool_tokens,
+            config.page_size,
+            tree_factory if config.radix_cache else None,
+            eviction=config.eviction_policy,
+            window=config.window,
+            events=config.kv_events,
+        )
         # a request never has more KV than the pool, nor more ids than that and the one that was sampled last
         self.table = ReqTable(config.max_reqs, min(config.max_context, self.pool.total + 1), config.page_size)
-        self.running = Running(self.table, self.pool, config.lookahead_tokens)
+        windows = None
+        if config.window is not None:
+            chunk_tokens = config.chunk_tokens or config.max_prefill_tokens
+            lookahead = self.pool.pages(config.lookahead_tokens)
+            windows = Windows(self.table, self.pool, Reservations(config.window, config.page_size, lookahead, chunk_tokens))
+        self.running = Running(self.table, self.pool, config.lookahead_tokens, windows)
         self.admission = Admission(config.chunk_tokens, config.max_prefill_tokens, initial_ratio=config.new_token_ratio)
         self.outbox = Outbox()
         self.controls = Controls(config.n_ranks, self._flush, self.outbox.reply)
@@ -281,6 +298,7 @@ class Scheduler:
             self._settle()
         if growing.size:
             self.running.grow(growing, writes)
+        self.running.cover_rows(rows, writes)
         return rows
 
     def _settle(self) -> bool:
@@ -354,6 +372,7 @@ class Scheduler:
             self._take_tokens(rows[counted], result.ids[counted])
         for request, end in sent.prefill:
             self._chunk_done(request, end)
+        self.running.applied(rows, step.kv_len)
         if self.config.check:
             self.check()
         return self.outbox.take_out()
@@ -393,6 +412,8 @@ class Scheduler:
         if request.score_from >= 1 and end >= request.score_from:
             request.score_from = end + 1 if end + 1 <= request.n_prompt - 1 else -1
         self.running.adopt(request, end)
+        if end == request.n_known:
+            self.running.prompt_done(request)
         if end == request.n_known and request.sampling.max_tokens == 0:
             self._close(request, "length")
 
@@ -426,6 +447,9 @@ class Scheduler:
         """The counters and gauges of this moment; the caller fills in what depends on the clock."""
         counts, stats = self.pool.counts(), self.stats
         stats.pool_free, stats.pool_evictable, stats.pool_locked = counts.free, counts.evictable, counts.locked
+        window = self.pool.window_counts()
+        stats.window_total, stats.window_free = window.total, window.free
+        stats.window_evictable, stats.window_locked = window.evictable, window.locked
         stats.running = len(self.running.requests) + len(self.running.leaving)
         stats.waiting = len(self._waiting)
         stats.draining = bool(self.controls.shutdowns)
@@ -441,5 +465,7 @@ class Scheduler:
         assert counts.free + in_trees + private == counts.total, f"{counts}: {in_trees} in trees and {private} private"
         assert counts.locked == locked, f"{counts}: {locked} are in use"
         assert len(held) == len(self.running.requests) + len(self.running.leaving) == table.max_reqs - table.n_free
+        if self.running.windows is not None:
+            self.running.windows.check()
         named = sum(len(sent.step.req_slot) for sent in self._sent)
         assert named == int(table.inflight.sum()), f"{named} rows are in flight, {int(table.inflight.sum())} are counted"

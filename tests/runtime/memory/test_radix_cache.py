@@ -16,7 +16,7 @@ def ids(*tokens: int) -> np.ndarray:
 def fill(cache: RadixCache, tokens: np.ndarray, key: str = "") -> np.ndarray:
     """Compute `tokens` and leave them to the tree; returns their slots."""
     slots = cache.take(len(tokens))
-    lease, _ = cache.acquire(tokens[:0], key)
+    lease = cache.acquire(tokens[:0], key).lease
     lease, n_present = cache.extend(lease, tokens, slots, key)
     cache.give(slots[:n_present])
     cache.release(lease)
@@ -27,7 +27,7 @@ def test_a_computed_prefix_is_found_again_and_counted() -> None:
     cache = RadixCache(10)
     slots = fill(cache, ids(1, 2, 3, 4))
     assert cache.counts() == (10, 6, 4, 0)
-    lease, found = cache.acquire(ids(1, 2, 3, 9), "")
+    lease, found, *_ = cache.acquire(ids(1, 2, 3, 9), "")
     assert found.tolist() == slots[:3].tolist()
     assert lease.n_tokens == 3
     assert cache.counts() == (10, 6, 1, 3)
@@ -56,7 +56,7 @@ def test_taking_evicts_the_least_recently_used_first_and_never_a_lease() -> None
     fill(cache, ids(1, 1, 1))
     fill(cache, ids(2, 2, 2))
     fill(cache, ids(3, 3, 3))
-    lease, _ = cache.acquire(ids(1, 1, 1), "")
+    lease, *_ = cache.acquire(ids(1, 1, 1), "")
     assert cache.available == 6
     cache.take(3)
     assert [cache.probe(ids(n, n, n), "") for n in (1, 2, 3)] == [3, 0, 3]
@@ -70,10 +70,10 @@ def test_duplicates_stay_the_requests_own() -> None:
     cache = RadixCache(10)
     first = fill(cache, ids(1, 2, 3))
     mine = cache.take(4)
-    lease, _ = cache.acquire(ids(1)[:0], "")
+    lease, *_ = cache.acquire(ids(1)[:0], "")
     lease, n_present = cache.extend(lease, ids(1, 2, 3, 4), mine, "")
     assert (lease.n_tokens, n_present) == (4, 3)
-    _, slots = cache.acquire(ids(1, 2, 3, 4), "")
+    _, slots, *_ = cache.acquire(ids(1, 2, 3, 4), "")
     assert slots.tolist() == [*first.tolist(), int(mine[3])]
 
 
@@ -81,7 +81,7 @@ def test_a_flush_frees_what_is_unused_and_forgets_the_rest() -> None:
     cache = RadixCache(10)
     fill(cache, ids(1, 2, 3))
     fill(cache, ids(7, 8))
-    lease, slots = cache.acquire(ids(1, 2, 3), "")
+    lease, slots, *_ = cache.acquire(ids(1, 2, 3), "")
     assert cache.flush() == 2
     assert cache.counts() == (10, 7, 0, 3)
     assert cache.probe(ids(1, 2, 3), "") == 0
@@ -109,7 +109,7 @@ def test_two_leases_of_a_flushed_prefix_free_it_with_the_last() -> None:
 def test_switched_off_it_caches_nothing() -> None:
     cache = RadixCache(8, 2, tree_factory=None)
     assert not cache.enabled
-    lease, slots = cache.acquire(ids(1, 2), "")
+    lease, slots, *_ = cache.acquire(ids(1, 2), "")
     mine = cache.take(2)
     lease, n_present = cache.extend(lease, ids(1, 2), mine, "")
     assert (len(slots), lease.n_tokens, n_present) == (0, 0, 2)

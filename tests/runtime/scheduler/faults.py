@@ -59,7 +59,7 @@ def _adopt_unapplied(advance: Any) -> Any:
 
 def _adopt_duplicates(extend: Any) -> Any:
     """Believes that the tree took everything that was offered: duplicates leak."""
-    return lambda self, lease, ids, slots, key: (extend(self, lease, ids, slots, key)[0], lease.n_tokens)
+    return lambda self, lease, ids, slots, *args: (extend(self, lease, ids, slots, *args)[0], lease.n_tokens)
 
 
 def _share_everything(is_private: Any) -> Any:
@@ -89,9 +89,9 @@ def _one_token_too_many(start: Any) -> Any:
 
 def _forget_the_lock(acquire: Any) -> Any:
     def faulty(self: RadixCache, ids: np.ndarray, extra_key: str) -> Any:
-        lease, slots = acquire(self, ids, extra_key)
-        self.release(lease)
-        return lease._replace(node=0), slots
+        match = acquire(self, ids, extra_key)
+        self.release(match.lease)
+        return match._replace(lease=match.lease._replace(node=0))
 
     return faulty
 
