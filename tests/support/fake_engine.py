@@ -50,6 +50,7 @@ class FakeEngine:
         step_s: pause before each step.
         pool_tokens: size of the pool in the statistics.
         refused_token: prompts that hold this id are refused with a 503.
+        max_running: choices that run at a time; of the others max_queued (an option) wait, all of a request or none.
         ready: whether the first statistics say ready; `say_ready()` does it later.
     """
 
@@ -57,6 +58,7 @@ class FakeEngine:
     step_s: float = 0.0
     pool_tokens: int = 1 << 20
     refused_token: int = -1
+    max_running: int = 2048
     ready: bool = True
     option_overrides: dict[str, object] = field(default_factory=dict)
     aborts: list[Abort] = field(default_factory=list)
@@ -75,6 +77,8 @@ class FakeEngine:
         self._say_ready = threading.Event()
         self.failures: list[BaseException] = []
         self._running: dict[str, _Running] = {}
+        self._waiting: dict[str, _Running] = {}
+        self._group_refused = False
         self._free = list(range(4096))[::-1]
         self._threads = [threading.Thread(target=self._guard, args=(target,), daemon=True) for target in (self._schedule, self._detokenize)]
         for thread in self._threads:
@@ -123,10 +127,13 @@ class FakeEngine:
                 while message is not None:
                     self._handle(message, outbox)
                     message = inbox.recv(0)
+                while self._waiting and len(self._running) < self.max_running:
+                    rid = next(iter(self._waiting))
+                    self._running[rid] = self._waiting.pop(rid)
                 out = self._step()
                 if out is not None:
                     outbox.send(out)
-                state = (self._say_ready.is_set(), len(self._running))
+                state = (self._say_ready.is_set(), len(self._running), len(self._waiting))
                 if state != told:
                     told = state
                     outbox.send(self._stats())
@@ -139,16 +146,20 @@ class FakeEngine:
             self.submits.append(message)
             idx = self._free.pop()
             opened = Open(idx, message.rid, message.detok)
-            if self.refused_token in message.ids:
-                close = Close(idx, "error", len(message.ids), error="1024 requests are waiting", status=503, code="queue_full")
+            if message.queue_places:
+                free = self.max_running - len(self._running) + self.options.max_queued - len(self._waiting)
+                self._group_refused = message.queue_places > free
+            refused = "queue_full" if self._group_refused else "refused_token" if self.refused_token in message.ids else ""
+            if refused:
+                close = Close(idx, "error", len(message.ids), error="5 of at most 5 requests are waiting", status=503, code=refused)
                 outbox.send(Out(open=[opened], close=[close]))
                 self._free.append(idx)
                 return
-            self._running[message.rid] = _Running(idx, message)
+            self._waiting[message.rid] = _Running(idx, message)
             outbox.send(Out(open=[opened]))
         elif isinstance(message, Abort):
             self.aborts.append(message)
-            running = self._running.pop(message.rid, None)
+            running = self._running.pop(message.rid, None) or self._waiting.pop(message.rid, None)
             if running is not None:
                 outbox.send(Out(close=[self._close(running, "stop" if message.reason == "stop" else "abort")]))
         elif isinstance(message, Control) and message.op == "stats":
@@ -159,7 +170,13 @@ class FakeEngine:
             outbox.send(Reply(message.seq, result={"shutdown": True} if message.op == "shutdown" else {"freed_tokens": 0}, error=error))
 
     def _stats(self) -> Stats:
-        return Stats(ready=self._say_ready.is_set(), running=len(self._running), pool_total=self.pool_tokens)
+        return Stats(
+            ready=self._say_ready.is_set(),
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pool_total=self.pool_tokens,
+            max_reqs=self.max_running,
+        )
 
     def _close(self, running: _Running, reason: str) -> Close:
         self._free.append(running.idx)

@@ -85,7 +85,7 @@ async def flush_cache(request: Request) -> Response:
 async def abort_request(request: Request) -> Response:
     """Abort one request by the id that its response carries, or all. An unknown id is no error: it may just have ended."""
     state = server_state(request)
-    body = parse(await read_body(request, state.options.max_body_bytes), AbortRequest)
+    body = parse(await read_body(request), AbortRequest)
     if not body.rid and not body.abort_all:
         raise RequestError("rid is missing; give it or abort_all", "rid", code="missing_field")
     count = state.manager.abort_all() if body.abort_all else state.manager.abort(body.rid)

@@ -23,7 +23,7 @@ from gristmill.server.completions import completions
 from gristmill.server.errors import CLIENT_GONE, error_response, request_error_response
 from gristmill.server.generation import ClientGone
 from gristmill.server.metrics import Metrics
-from gristmill.server.state import RequestFacts, ServerState
+from gristmill.server.state import RequestFacts, ServerState, request_facts, server_state
 from gristmill.tokenizer.manager import EngineUnavailable, TokenizerManager
 from gristmill.tokenizer.validate import RequestError
 
@@ -76,6 +76,8 @@ def _answering(endpoint: Endpoint) -> Endpoint:
         except Exception:
             log.exception("%s failed", request.url.path)
             return error_response("the server failed to answer this request", 500, code="internal_error")
+        finally:
+            server_state(request).release_body(request_facts(request))
 
     return answer
 

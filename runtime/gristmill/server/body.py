@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from gristmill.server.state import request_facts, server_state
 from gristmill.tokenizer.validate import RequestError
 
 BODY_TIMEOUT_S = 60.0
-_DISCARD_S = 0.5  # how long the rest of a body that is too long is read, so that its sender gets to read the answer
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
@@ -21,8 +20,13 @@ _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 T = TypeVar("T")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises RequestError 413 beyond `limit` bytes, with or without a content-length, and 408 when it is slow."""
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises RequestError: 413 beyond --max-body-bytes, before anything arrives when there is a content-length, 408
+    when it is slow, 503 when too much arrives at once."""
+    limit = server_state(request).options.max_body_bytes
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_large(limit)
     try:
         return await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
     except (TimeoutError, asyncio.TimeoutError) as error:
@@ -31,22 +35,18 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 async def _read(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
-    size, discard_until = 0, 0.0
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limit:
-        discard_until = time.monotonic() + _DISCARD_S
+    size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if not discard_until and size > limit:
-            discard_until = time.monotonic() + _DISCARD_S
-            parts.clear()
-        if not discard_until:
-            parts.append(chunk)
-        elif time.monotonic() > discard_until:
-            break
-    if discard_until:
-        raise RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
+        if size > limit:
+            raise _too_large(limit)
+        server_state(request).hold_body(request_facts(request), len(chunk))
+        parts.append(chunk)
     return b"".join(parts)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
 
 
 def parse(data: bytes, kind: type[T]) -> T:

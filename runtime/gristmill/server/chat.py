@@ -48,7 +48,9 @@ _FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not ha
 
 async def chat_completions(request: Request) -> Response:
     state, facts = server_state(request), request_facts(request)
-    body = parse(await read_body(request, state.options.max_body_bytes), ChatRequest)
+    state.manager.check_room()  # a full queue costs no more than this; the body is not even read
+    body = parse(await read_body(request), ChatRequest)
+    state.manager.check_room()
     check_model(state, body.model)
     _refuse_unsupported(body)
     include_usage = check_stream_options(body)

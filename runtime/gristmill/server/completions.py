@@ -44,7 +44,9 @@ _FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not ha
 
 async def completions(request: Request) -> Response:
     state, facts = server_state(request), request_facts(request)
-    body = parse(await read_body(request, state.options.max_body_bytes), CompletionRequest)
+    state.manager.check_room()  # a full queue costs no more than this; the body is not even read
+    body = parse(await read_body(request), CompletionRequest)
+    state.manager.check_room()
     check_model(state, body.model)
     body.refuse("suffix", "response_format")
     include_usage = check_stream_options(body)

@@ -137,6 +137,7 @@ class RunningRequest:
         self.n = len(submits) // len(prompts)
         self.choices = [Choice(prompts[i // self.n]) for i in range(len(submits))]
         self.generation: Generation = state.manager.submit(submits, request_id)
+        state.release_body(facts)
         facts.request_id = request_id
         facts.prompt_tokens = sum(map(len, prompts))
         self.client_gone = False
@@ -170,6 +171,8 @@ class RunningRequest:
     def _note(self, choice: Choice, text: Text, now: float) -> None:
         facts = self.facts
         if text.finish == "error":
+            if text.code == "queue_full":
+                raise self.state.manager.queue_full(len(self.choices), (text.error or "").removesuffix("; try again later"))
             raise RequestError(text.error or "the engine failed", code=text.code, status=text.status)
         if len(text.ids):
             facts.first_token = facts.first_token or now
@@ -224,12 +227,18 @@ class EventStream(Response):
         self._running, self._batches, self._first, self._render, self._final = running, batches, first, render, final
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # while send waits for the client to read, the engine goes on: the generation bounds what may pile up meanwhile
+        generation = self._running.generation
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            generation.held_up = True
             await self._send_batch(send, self._first)
             try:
+                generation.held_up = False
                 async for batch in self._batches:
+                    generation.held_up = True
                     await self._send_batch(send, batch)
+                    generation.held_up = False
                 tail = [*map(_event, self._final()), b"data: [DONE]\n\n"]
             except RequestError as error:
                 self._running.facts.finish = "error"

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
+import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ import zmq
 from gristmill.errors import GristmillError, ProtocolError
 from gristmill.launch_config import LaunchConfig
 from gristmill.loading.config import ModelConfig
-from gristmill.messages import Abort, Control, Message, Reply, Stats, Submit, Text
+from gristmill.messages import HEARTBEAT, Abort, Control, Message, Reply, Stats, Submit, Text
+from gristmill.tokenizer.backlog import MAX_UNREAD_BYTES, Turnover, Unread
 from gristmill.tokenizer.tokenizer import Tokenizer
 from gristmill.tokenizer.validate import Limits, RequestError
 from gristmill.trace import NULL_TRACER, NullTracer, open_tracer
@@ -40,23 +42,28 @@ class EngineUnavailable(GristmillError):
 
 
 class Generation:
-    """One client request: `len(rids)` choices whose texts come interleaved. Iterate over `batches()` on the manager's loop."""
+    """One client request: `len(rids)` choices whose texts come interleaved. Iterate over `batches()` on the manager's loop.
+
+    What nobody has taken yet is one text per choice. While `held_up` says that the client does not read, more than MAX_UNREAD_BYTES
+    of it end the request with an error: the memory that a client can pin is bounded.
+    """
 
     def __init__(self, manager: TokenizerManager, request_id: str, rids: list[str]) -> None:
         self.request_id, self.rids = request_id, rids
+        self.held_up = False  # set by whoever iterates, while it waits for its client
+        self.n_open = 0  # choices that were open in all with this request's, when it was submitted
         self._manager = manager
-        self._pending: deque[tuple[int, Text]] = deque()
+        self._unread = Unread()
         self._waiter: asyncio.Future[None] | None = None
         self._unfinished = len(rids)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Text]]]:
-        """Lists of (choice index, text), everything that is there at once, until each choice has sent its `finish`."""
-        while self._pending or self._unfinished:
-            if not self._pending:
+        """Lists of (choice index, text), one text for each choice that has something new, until each choice has sent its `finish`."""
+        while self._unread or self._unfinished:
+            if not self._unread:
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
-            batch = list(self._pending)
-            self._pending.clear()
+            batch = self._unread.take()
             if batch:
                 yield batch
 
@@ -64,7 +71,7 @@ class Generation:
         """Nobody waits for this request any more: unfinished choices are aborted and `batches` ends. Idempotent."""
         self._manager.drop(self)
         self._unfinished = 0
-        self._pending.clear()
+        self._unread.clear()
         self._wake()
 
     @property
@@ -73,9 +80,18 @@ class Generation:
 
     def push(self, index: int, text: Text) -> None:
         """Called by the manager."""
-        self._pending.append((index, text))
+        self._unread.add(index, text)
         self._unfinished -= text.finish is not None
+        if self.held_up and self._unread.size_bytes > MAX_UNREAD_BYTES:
+            self._give_up()
         self._wake()
+
+    def _give_up(self) -> None:
+        """The client does not read: free what waits for it and the engine from its work; should it ever read on, it gets the reason."""
+        log.warning("aborted %s: its client left %d bytes unread", self.request_id, self._unread.size_bytes)
+        self.abort()
+        reason = f"the client read too slowly: more than {MAX_UNREAD_BYTES} bytes were waiting for it"
+        self._unread.add(0, Text(self.rids[0], finish="error", error=reason, status=408, code="slow_client"))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -100,7 +116,11 @@ class TokenizerManager:
         # asyncio contexts make sockets whose calls return futures; the edges need plain ones
         self._given_context = context  # a shadow does not keep it alive
         self._context: zmq.Context = zmq.Context.shadow(context.underlying)
+        self.heartbeats = 0  # of the detokenizer, which passes on everything else that comes
+        self.stats_seen = 0
         self._open: dict[str, tuple[Generation, int]] = {}
+        self._turnover = Turnover()
+        self._full_at = math.inf  # so many open choices the scheduler would certainly refuse
         self._controls: dict[int, asyncio.Future[Reply]] = {}
         self._seq = itertools.count(1)
         self._ready: asyncio.Future[None] | None = None
@@ -161,7 +181,12 @@ class TokenizerManager:
     # --- requests
 
     def submit(self, choices: Sequence[Submit], request_id: str | None = None) -> Generation:
-        """Start `choices` (made by `validate.make_submit`) as one request. Raises EngineUnavailable when the engine is not ready."""
+        """Start `choices` (made by `validate.make_submit`) as one request.
+
+        Raises:
+            EngineUnavailable: the engine is not ready.
+            RequestError: the queue is full. When only the scheduler knows that, the first texts of the request say so, all of them.
+        """
         outbox = self._outbox
         if self.failure or outbox is None:
             raise EngineUnavailable(self.failure or "the engine was not started")
@@ -175,17 +200,38 @@ class TokenizerManager:
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if f"{request_id}-0" in self._open:
             raise ValueError(f"request id {request_id!r} is already in use")
+        self.check_room(len(choices))
         self._tracer.instant("submit", request=request_id, choices=len(choices))
         generation = Generation(self, request_id, [f"{request_id}-{i}" for i in range(len(choices))])
+        if not self._open:
+            self._turnover.busy(time.monotonic())
         for i, (rid, choice) in enumerate(zip(generation.rids, choices)):
             self._open[rid] = (generation, i)
-            outbox.send(msgspec.structs.replace(choice, rid=rid))
+            outbox.send(msgspec.structs.replace(choice, rid=rid, queue_places=0 if i else len(choices)))
+        generation.n_open = len(self._open)
         return generation
+
+    def check_room(self, choices: int = 1) -> None:
+        """Raise the RequestError of a full queue when the scheduler would certainly refuse so many choices more: costs nobody anything.
+
+        Of the open choices at most max_reqs run, the others wait; and what the scheduler refused a moment ago it still refuses as long
+        as nothing has ended since.
+        """
+        options = self.config.options
+        n = len(self._open) + choices
+        if self.ready and (n > self.stats.max_reqs + options.max_queued or n >= self._full_at):
+            raise self.queue_full(choices, f"{options.max_queued} requests are waiting, the most that --max-queued allows")
+
+    def queue_full(self, choices: int, reason: str) -> RequestError:
+        """The refusal of a request of so many choices, with the seconds after which there should be places for it."""
+        seconds = self._turnover.seconds_until_free(choices, time.monotonic())
+        return RequestError(f"{reason}; try again in {seconds} s", status=503, code="queue_full", retry_after_s=seconds)
 
     def drop(self, generation: Generation) -> None:
         """Abort what is unfinished of `generation`; text that still comes for it is ignored."""
         for rid in generation.rids:
             if self._open.pop(rid, None) is not None:
+                self._turnover.ended(time.monotonic())
                 self._send(Abort(rid, "client"))
 
     def abort(self, request_id: str) -> int:
@@ -203,7 +249,9 @@ class TokenizerManager:
     def fail_all(self, message: str, status: int = 503) -> None:
         """The engine is gone: every open request ends with `message`, and no new one is taken."""
         self.failure = self.failure or message
-        for rid, (generation, index) in self._open.items():
+        for rid, (generation, index) in list(self._open.items()):
+            if rid not in self._open:  # the push before aborted the whole request
+                continue
             generation.push(index, Text(rid, finish="error", error=message, status=status, code="engine_unavailable"))
         self._open.clear()
         for future in self._controls.values():
@@ -269,13 +317,24 @@ class TokenizerManager:
             generation, index = entry
             if message.finish is not None:
                 del self._open[message.rid]
+                if message.code == "queue_full":
+                    self._full_at = min(self._full_at, generation.n_open)
+                else:
+                    self._turnover.ended(time.monotonic())
                 if message.finish == "stop" and isinstance(message.stop_reason, str):
                     self._send(Abort(message.rid, "stop"))  # the scheduler does not know of stop strings
             generation.push(index, message)
         elif isinstance(message, Stats):
             self.stats = message
+            self.stats_seen += 1
+            if message.waiting < self.config.options.max_queued:
+                self._full_at = math.inf
+            if not message.waiting:
+                self._turnover.nobody_waits()
             if message.ready and self._ready is not None and not self._ready.done():
                 self._ready.set_result(None)
+        elif isinstance(message, Reply) and message.seq == HEARTBEAT:
+            self.heartbeats += 1
         elif isinstance(message, Reply):
             future = self._controls.get(message.seq)
             if future is not None and not future.done():

@@ -26,11 +26,14 @@ _SEED_MASK = (1 << 63) - 1
 
 
 class RequestError(GristmillError):
-    """A request that is refused before it reaches the engine. `param` names the field, `status` is the HTTP status."""
+    """A request that is refused before it reaches the engine. `param` names the field, `status` is the HTTP status; after
+    `retry_after_s` seconds the same request may be taken (0: nobody knows, or never)."""
 
-    def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400, retry_after_s: int = 0
+    ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status, self.retry_after_s = param, code, status, retry_after_s
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from gristmill.server.app import build_app
+from gristmill.server.http_protocol import BoundedHttpProtocol
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny_model import make_tiny_model
 
@@ -36,7 +37,7 @@ def serving(engine: FakeEngine) -> Iterator[SimpleNamespace]:
     async def main() -> None:
         await engine.manager.start()
         server = uvicorn.Server(
-            uvicorn.Config(build_app(engine.manager, engine.options), log_config=None, access_log=False, http="httptools")
+            uvicorn.Config(build_app(engine.manager, engine.options), log_config=None, access_log=False, http=BoundedHttpProtocol)
         )
         box.server, box.loop = server, asyncio.get_running_loop()
         task = asyncio.create_task(server.serve([sock]))

@@ -290,9 +290,9 @@ def test_a_prompt_beyond_the_pool_is_refused(serve: Any, tiny_model: Path) -> No
 def test_what_the_engine_refuses_is_a_status_also_when_streaming(serve: Any, tiny_model: Path) -> None:
     with serve(FakeEngine(tiny_model, refused_token=50)) as box:
         for stream in (False, True):
-            error = check_error(box.client.post(TEXT, json=text(prompt=[5, 50], stream=stream)), 503, code="queue_full")
+            error = check_error(box.client.post(TEXT, json=text(prompt=[5, 50], stream=stream)), 503, code="refused_token")
             assert "waiting" in error["message"]
-        check_error(box.client.post(TEXT, json=text(prompt=[[5], [5, 50]])), 503, code="queue_full")  # one prompt of two
+        check_error(box.client.post(TEXT, json=text(prompt=[[5], [5, 50]])), 503, code="refused_token")  # one prompt of two
         assert plain(box.client, TEXT, text())[0][0].finish == "length"
         assert box.engine.manager.open_requests == 0
 
