@@ -576,7 +576,7 @@ int64_t RadixTree::memory_bytes() const {
     bytes += heap_bytes(sizeof(Node)) + heap_bytes(node->tokens) + heap_bytes(node->slots) + heap_bytes(node->pages);
     bytes += table_bytes(node->children);
     if (node->window) {
-      bytes += heap_bytes(sizeof(Window)) + heap_bytes(node->window->slots) + heap_bytes(node->window->starts);
+      bytes += heap_bytes(sizeof(Window)) + heap_bytes(node->window->slots);
     }
   }
   bytes += heap_bytes(events_);

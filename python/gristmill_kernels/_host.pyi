@@ -161,14 +161,18 @@ class RadixTree:
             and now have the one offered, under tokens that were there before as well as new ones. The others stay the caller's.
         """
 
-    def lock_window(self, node: int, start: int) -> None:
-        """Keeps the window slots of positions [start, end of `node`), once more; `start` is a multiple of the page size.
+    def lock_window(self, node: int, start: int, end: int = -1) -> None:
+        """Keeps the window slots of positions [start, end) on the path to `node`, once more; both are multiples of the page size, and
+        `end` -1 is the end of `node`.
 
         Raises ValueError if one of them has no window slot or `node` is not under a lock.
         """
 
-    def unlock_window(self, node: int, start: int) -> None:
-        """Takes one `lock_window` with the same arguments back; what becomes evictable counts as just used."""
+    def unlock_window(self, node: int, start: int, end: int = -1) -> None:
+        """Takes one lock of these positions back; what becomes evictable counts as just used.
+
+        Locks count by position: a range may be let go in parts, and by way of any node below it.
+        """
 
     def evict_window(self, num_tokens: int) -> npt.NDArray[np.int32]:
         """Gives up unlocked window slots, least recently used first, until `num_tokens` (rounded up to pages) or all are out.
