@@ -10,7 +10,7 @@ import queue
 import tempfile
 import threading
 import uuid
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -232,6 +232,10 @@ class Engine:
     def control(self, op: str, **args: Any) -> dict[str, Any]:
         """Run a control operation of the scheduler, such as "flush", and wait for its result."""
         return self._call(self._manager.control(op, args))
+
+    def run_on_manager(self, use: Callable[[TokenizerManager], Coroutine[Any, Any, T]]) -> T:
+        """Run `use(manager)` on the engine's loop and wait for it: for what `generate` and `stream` cannot do, such as a timed replay."""
+        return self._call(use(self._manager))
 
     def flush(self) -> None:
         """Empty the prefix cache; waits until nothing is in flight."""

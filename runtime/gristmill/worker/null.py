@@ -14,6 +14,7 @@ from gristmill.loading.config import ModelConfig
 from gristmill.messages import EMIT_SAMPLE, NO_TOKEN, Mask, Pool, Ready, Result, Step
 from gristmill.options import Options
 from gristmill.trace import NULL_TRACER, NullTracer
+from gristmill.worker.work import work_of
 
 PREFIX = "null:"
 _DEFAULT_VOCAB = 600
@@ -80,7 +81,8 @@ class NullRunner:
 
     def forward(self, step: Step) -> tuple[Step, float]:
         start = time.monotonic()
-        with self.tracer.span("forward", step=step.step, rows=step.req_slot.size):
+        work = work_of(step)._asdict() if self.tracer.enabled else {}
+        with self.tracer.span("forward", step=step.step, rows=step.req_slot.size, **work):
             for new in step.new:
                 self.seeds[new.req_slot] = new.sampling.seed % (self.vocab - self.low)
             if self.seconds:

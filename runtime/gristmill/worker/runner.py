@@ -25,6 +25,7 @@ from gristmill.trace import NULL_TRACER, NullTracer
 from gristmill.worker.kv_pool import KVPool, bytes_per_token, pool_slots
 from gristmill.worker.logprobs import RawLogprobs, prompt_block, prompt_positions
 from gristmill.worker.tables import RequestTables
+from gristmill.worker.work import work_of
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ class ModelRunner:
     def forward(self, step: Step) -> Forwarded:
         """Apply the step's new requests and writes and run the model; what is left is `sample`."""
         done = Forwarded(step, time.monotonic())
-        with self.tracer.span("forward", step=step.step, rows=step.req_slot.size):
+        work = work_of(step)._asdict() if self.tracer.enabled else {}
+        with self.tracer.span("forward", step=step.step, rows=step.req_slot.size, **work):
             for new in step.new:
                 self.tables.admit(new)
                 self.sampling.admit(new)
