@@ -29,18 +29,36 @@ class WindowHarness(Harness):
         self.kv = np.zeros(window_slots, dtype=np.int64)
         self.tables = [np.full(2000, -1, dtype=np.int64) for _ in range(self.scheduler.config.max_reqs)]
         self.unexecuted: deque[Step] = deque()
+        self.read: deque[np.ndarray] = deque()  # window slots of each step in flight
         self.most_locked = 0
 
     def plan(self) -> Step | None:
         step = super().plan()
         if step is not None:
             self.unexecuted.append(step)
+            self.read.append(self._slots_read(step))
+        self._assert_none_is_free()
         self.most_locked = max(self.most_locked, self.scheduler.pool.window_counts().locked)
         return step
 
     def answer(self) -> None:
         self._execute(self.unexecuted.popleft())
+        self.read.popleft()
         super().answer()
+        self._assert_none_is_free()
+
+    def _slots_read(self, step: Step) -> np.ndarray:
+        """Every window slot that a step names, as the scheduler planned it."""
+        windows = self.scheduler.running.windows
+        assert windows is not None
+        rows = zip(step.req_slot.tolist(), step.q_len.tolist(), step.kv_len.tolist())
+        return np.concatenate([windows.slots[slot, max(0, kv - q - self.window + 1) : kv] for slot, q, kv in rows])
+
+    def _assert_none_is_free(self) -> None:
+        allocator = self.scheduler.pool.window_allocator
+        assert allocator is not None
+        for slots in self.read:
+            assert not np.isin(slots, allocator.free_slots()).any(), "a window slot that a step in flight names is free"
 
     def _execute(self, step: Step) -> None:
         offset = 0
