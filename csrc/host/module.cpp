@@ -166,8 +166,8 @@ void bind_radix_tree(py::module_& module) {
           },
           py::arg("ids"), py::arg("slots"), py::arg("window_start"), py::arg("window_slots"), py::arg("extra_key") = "",
           py::arg("priority") = 0)
-      .def("lock_window", &RadixTree::lock_window, py::arg("node"), py::arg("start"), py::arg("end") = -1)
-      .def("unlock_window", &RadixTree::unlock_window, py::arg("node"), py::arg("start"), py::arg("end") = -1)
+      .def("lock_window", &RadixTree::lock_window, py::arg("node"), py::arg("start"), py::arg("end"))
+      .def("unlock_window", &RadixTree::unlock_window, py::arg("node"), py::arg("start"), py::arg("end"))
       .def(
           "evict_window", [](RadixTree& tree, int64_t num_tokens) { return to_numpy(tree.evict_window(num_tokens)); },
           py::arg("num_tokens"))

@@ -99,9 +99,8 @@ class RadixTree {
   int64_t match_window_length(Tokens ids, const std::string& extra_key) const;
   WindowInsertion insert_window(Tokens ids, Tokens slots, int64_t window_start, Tokens window_slots,
                                 const std::string& extra_key, int64_t priority = 0);
-  // Positions [start, end) on the path to a node; `end` -1 is the end of the node.
-  void lock_window(int64_t node_id, int64_t start, int64_t end = -1);
-  void unlock_window(int64_t node_id, int64_t start, int64_t end = -1);
+  void lock_window(int64_t node_id, int64_t start, int64_t end);
+  void unlock_window(int64_t node_id, int64_t start, int64_t end);
   std::vector<int32_t> evict_window(int64_t num_tokens);
   std::vector<int32_t> take_freed_window() { return std::exchange(freed_window_, {}); }
 
@@ -132,7 +131,7 @@ class RadixTree {
     Node* node = nullptr;
     std::vector<int32_t> slots;
     int64_t used = 0;
-    int64_t locks = 0;  // window locks that cover this node
+    int64_t locks = 0;  // lock_window minus unlock_window of these positions
   };
 
   struct Node : LruLink {
@@ -201,7 +200,8 @@ class RadixTree {
 
   ConstPosition usable_prefix(Tokens ids, const std::string& extra_key) const;
   void require_window() const;
-  Node* window_range(int64_t node_id, int64_t start, int64_t& end);
+  Node* window_range(int64_t node_id, int64_t start, int64_t end) const;
+  Node* cut_out(Node* node, int64_t start, int64_t end);
   void give_window(Node* node, Tokens slots);
   void drop_window(Node* node, int64_t kept);
   void touch_window(Node* node, int64_t start);

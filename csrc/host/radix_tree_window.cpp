@@ -72,40 +72,19 @@ RadixTree::WindowInsertion RadixTree::insert_window(Tokens ids, Tokens slots, in
   return done;
 }
 
-// The last node of [start, end) on the path to `node_id`, split off there; null when the range is empty.
-RadixTree::Node* RadixTree::window_range(int64_t node_id, int64_t start, int64_t& end) {
-  require_window();
-  if (node_id == kRootId) return nullptr;
-  Node* node = &node_of(node_id);
-  if (end < 0) end = node->end();
-  if (end > node->end() || end % page_size_ != 0) {
-    throw std::invalid_argument("end must be a multiple of the page size " + std::to_string(page_size_) +
-                                " from 0 to " + std::to_string(node->end()) + ", got " + std::to_string(end));
-  }
-  if (start < 0 || start > end || start % page_size_ != 0) {
-    throw std::invalid_argument("start must be a multiple of the page size " + std::to_string(page_size_) +
-                                " from 0 to " + std::to_string(end) + ", got " + std::to_string(start));
-  }
-  if (start == end) return nullptr;
-  while (node->start >= end) node = node->parent;
-  return node;
-}
-
 void RadixTree::lock_window(int64_t node_id, int64_t start, int64_t end) {
   Node* node = window_range(node_id, start, end);
   if (node == nullptr) return;
-  if (!node_of(node_id).is_locked()) {
+  if (!node->is_locked()) {
     throw std::invalid_argument("node " + std::to_string(node_id) + " is not locked: call lock before lock_window");
   }
   for (const Node* at = node; at->parent != nullptr && at->end() > start; at = at->parent) {
-    if (!at->window) {
-      throw std::invalid_argument("node " + std::to_string(node_id) + " has no window slots for positions " +
-                                  std::to_string(std::max(at->start, start)) + " to " +
-                                  std::to_string(std::min(at->end(), end)));
-    }
+    if (at->window) continue;
+    throw std::invalid_argument("node " + std::to_string(node_id) + " has no window slots for positions " +
+                                std::to_string(std::max(at->start, start)) + " to " +
+                                std::to_string(std::min(at->end(), end)));
   }
-  if (end < node->end()) node = split(node, end - node->start);
-  split_at(node, start);
+  node = cut_out(node, start, end);
   for (; node->parent != nullptr && node->start >= start; node = node->parent) {
     if (node->window->locks++ > 0) continue;
     unlink(node->window.get());
@@ -118,14 +97,13 @@ void RadixTree::unlock_window(int64_t node_id, int64_t start, int64_t end) {
   Node* node = window_range(node_id, start, end);
   if (node == nullptr) return;
   for (const Node* at = node; at->parent != nullptr && at->end() > start; at = at->parent) {
-    if (!at->window || at->window->locks == 0) {
-      throw std::invalid_argument("node " + std::to_string(node_id) + " has no window lock from " +
-                                  std::to_string(std::max(at->start, start)) +
-                                  ": every unlock_window must follow a lock_window of the same positions");
-    }
+    if (at->window && at->window->locks > 0) continue;
+    throw std::invalid_argument("node " + std::to_string(node_id) + " has no window lock on positions " +
+                                std::to_string(std::max(at->start, start)) + " to " +
+                                std::to_string(std::min(at->end(), end)) +
+                                ": every unlock_window must follow a lock_window of the same positions");
   }
-  if (end < node->end()) node = split(node, end - node->start);
-  split_at(node, start);
+  node = cut_out(node, start, end);
   ++clock_;
   LruLink* next = &window_lru_;
   for (; node->parent != nullptr && node->start >= start; node = node->parent) {
@@ -137,6 +115,28 @@ void RadixTree::unlock_window(int64_t node_id, int64_t start, int64_t end) {
     window_evictable_ += node->length();
     window_locked_ -= node->length();
   }
+}
+
+// The deepest node with positions of [start, end) on the path to `node_id`; null if the range is empty.
+RadixTree::Node* RadixTree::window_range(int64_t node_id, int64_t start, int64_t end) const {
+  require_window();
+  Node* node = node_id == kRootId ? nullptr : &node_of(node_id);
+  const int64_t limit = node == nullptr ? 0 : node->end();
+  if (start < 0 || start > end || end > limit || start % page_size_ != 0 || end % page_size_ != 0) {
+    throw std::invalid_argument("start and end must be multiples of the page size " + std::to_string(page_size_) +
+                                " with 0 <= start <= end <= " + std::to_string(limit) + ", got " +
+                                std::to_string(start) + " and " + std::to_string(end));
+  }
+  if (start == end) return nullptr;
+  while (node->start >= end) node = node->parent;
+  return node;
+}
+
+// Makes `start` and `end` borders of nodes, and returns the node that ends at `end`; `node` holds the position before.
+RadixTree::Node* RadixTree::cut_out(Node* node, int64_t start, int64_t end) {
+  if (end < node->end()) node = split(node, end - node->start);
+  split_at(node, start);
+  return node;
 }
 
 std::vector<int32_t> RadixTree::evict_window(int64_t num_tokens) {
@@ -267,7 +267,7 @@ void RadixTree::check_window() const {
     if (!node->window) continue;
     require(window_ > 0, "a tree without a window must have no window slots", id);
     require(node->window->slots.size() == node->slots.size(), "a node must have a window slot for every token", id);
-    require(node->window->locks >= 0, "window locks must be counted", id);
+    require(node->window->locks >= 0 && node->window->node == node.get(), "window slots must know their node", id);
     if (node->window->locks == 0) continue;
     require(node->is_locked(), "a window lock must have a full lock beside it", id);
     locked += node->length();

@@ -128,9 +128,9 @@ class RadixTree:
     # [n - window, n) have window slots. Everything is whole pages. All of these raise ValueError on a tree made with window=0.
     #
     #     node, slots, start, window_slots = tree.match_window(prompt)
-    #     tree.lock(node); tree.lock_window(node, start)          # window_slots are those of [start, len(slots))
+    #     tree.lock(node); tree.lock_window(node, start, len(slots))          # window_slots are those of [start, len(slots))
     #     ...
-    #     tree.unlock_window(node, start); tree.unlock(node)      # in this order
+    #     tree.unlock_window(node, start, len(slots)); tree.unlock(node)      # in this order
 
     def match_window(self, ids: _Ints, extra_key: str = "") -> tuple[int, npt.NDArray[np.int32], int, npt.NDArray[np.int32]]:
         """The longest usable prefix, and a touch like that of `match`; of the window slots, those returned are touched.
@@ -161,18 +161,16 @@ class RadixTree:
             and now have the one offered, under tokens that were there before as well as new ones. The others stay the caller's.
         """
 
-    def lock_window(self, node: int, start: int, end: int = -1) -> None:
-        """Keeps the window slots of positions [start, end) on the path to `node`, once more; both are multiples of the page size, and
-        `end` -1 is the end of `node`.
+    def lock_window(self, node: int, start: int, end: int) -> None:
+        """Keeps the window slots of positions [start, end) on the path to `node`, once more; both are multiples of the page size.
 
-        Raises ValueError if one of them has no window slot or `node` is not under a lock.
+        Locks are counted per position: a range may be let go in parts, and through any node whose path covers it. Both ends become
+        borders of nodes, so let many positions go at a time rather than one by one. Raises ValueError if a position has no window slot
+        or the node is not under a lock.
         """
 
-    def unlock_window(self, node: int, start: int, end: int = -1) -> None:
-        """Takes one lock of these positions back; what becomes evictable counts as just used.
-
-        Locks count by position: a range may be let go in parts, and by way of any node below it.
-        """
+    def unlock_window(self, node: int, start: int, end: int) -> None:
+        """Takes one `lock_window` of each of these positions back; what becomes evictable counts as just used."""
 
     def evict_window(self, num_tokens: int) -> npt.NDArray[np.int32]:
         """Gives up unlocked window slots, least recently used first, until `num_tokens` (rounded up to pages) or all are out.

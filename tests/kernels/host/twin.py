@@ -68,7 +68,7 @@ class RadixTree:
     pages: dict[Place, Page] = field(default_factory=dict)
     ids: dict[int, Place] = field(default_factory=dict)
     locks: dict[Place, int] = field(default_factory=dict)
-    window_locks: dict[tuple[Place, int], int] = field(default_factory=dict)
+    window_locks: dict[Place, int] = field(default_factory=dict)
     freed_window: list[int] = field(default_factory=list)
     clock: int = 0
     next_id: int = 1
@@ -235,33 +235,31 @@ class RadixTree:
         self._touch_window(place, window_start)
         return node, present, np.array(taken, dtype=np.int32)
 
-    def lock_window(self, node: int, start: int) -> None:
-        if not node:
-            return
-        place = self._place(node)
-        covered = self._path(*place, start)
-        if not covered:
-            return
-        if place not in self._locked_places():
+    def _window_range(self, node: int, start: int, end: int) -> list[Place]:
+        key, prefix = self._place(node) if node else ("", ())
+        return self._path(key, prefix[:end], start)
+
+    def lock_window(self, node: int, start: int, end: int) -> None:
+        covered = self._window_range(node, start, end)
+        if not self._locked_places().issuperset(covered):
             raise ValueError(f"node {node} is not locked")
         if any(self.pages[at].window_slots is None for at in covered):
             raise ValueError(f"node {node} has no window slots there")
-        self.window_locks[place, start] = self.window_locks.get((place, start), 0) + 1
+        for at in covered:
+            self.window_locks[at] = self.window_locks.get(at, 0) + 1
 
-    def unlock_window(self, node: int, start: int) -> None:
-        if not node or not self._path(*self._place(node), start):
-            return
-        lock = (self._place(node), start)
-        if not self.window_locks.get(lock):
-            raise ValueError(f"node {node} has no window lock from {start}")
-        before = self._window_locked_places()
-        self.window_locks[lock] -= 1
+    def unlock_window(self, node: int, start: int, end: int) -> None:
+        covered = self._window_range(node, start, end)
+        if not self._window_locked_places().issuperset(covered):
+            raise ValueError(f"node {node} has no window lock there")
         self.clock += 1
-        for released in before - self._window_locked_places():
-            self.pages[released].window_used = self.clock
+        for at in covered:
+            self.window_locks[at] -= 1
+            if not self.window_locks[at]:
+                self.pages[at].window_used = self.clock
 
     def _window_locked_places(self) -> set[Place]:
-        return {at for (place, start), count in self.window_locks.items() if count for at in self._path(*place, start)}
+        return {at for at, count in self.window_locks.items() if count}
 
     def evict_window(self, num_tokens: int) -> np.ndarray:
         """The page used longest ago first; of one path, the page nearest the root."""
