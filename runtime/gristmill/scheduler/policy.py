@@ -27,9 +27,10 @@ class QueueEntry(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """`order` returns the positions of the queue, first to be admitted first."""
+    """`order` returns the positions of the queue, first to be admitted first. `is_arrival`: it is the order by priority and arrival."""
 
     order: Callable[[Sequence[QueueEntry]], list[int]]
+    is_arrival: bool = False
     needs_cached: bool = False
     needs_path: bool = False
 
@@ -89,7 +90,7 @@ def hrrn(queue: Sequence[QueueEntry]) -> list[int]:
 
 
 POLICIES: dict[str, Policy] = {
-    "fcfs": Policy(fcfs),
+    "fcfs": Policy(fcfs, is_arrival=True),
     "lpm": Policy(lpm, needs_cached=True),
     "dfs-weight": Policy(dfs_weight, needs_cached=True, needs_path=True),
     "shortest-prefill": Policy(shortest_prefill, needs_cached=True),

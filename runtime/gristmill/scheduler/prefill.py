@@ -120,6 +120,8 @@ class Prefill:
                 running_remaining += own
             else:
                 n_deferred += 1
+        else:
+            self.due |= bool(self._queue)  # the policy may know more of them
         return budget
 
     def _start(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +11,7 @@ from gristmill.memory.radix_cache import RadixCache
 from gristmill.scheduler.policy import Policy, QueueEntry
 from gristmill.scheduler.request import Request
 
-PROBED_REQUESTS = 128  # requests whose cached prefix a policy may know; looking up more would cost more than it gains
+CONSIDERED_REQUESTS = 128  # the policy orders so many at a time, the first by priority and arrival: more would cost more than it gains
 
 
 class WaitingQueue:
@@ -26,7 +26,7 @@ class WaitingQueue:
     def __init__(self, policy: Policy, pool: RadixCache, prefill_tokens: int) -> None:
         self._policy, self._pool, self._prefill_tokens = policy, pool, prefill_tokens
         self._requests: dict[int, Request] = {}  # by seq
-        self._priorities: Counter[int] = Counter()
+        self._order: list[tuple[int, int]] = []  # (-priority, seq), sorted
         self._n_admitted = 0
 
     def __len__(self) -> int:
@@ -37,39 +37,33 @@ class WaitingQueue:
 
     def top_priority(self) -> int:
         """The highest priority that waits; something does."""
-        return max(self._priorities)
+        return -self._order[0][0]
 
     def add(self, request: Request, step: int) -> None:
         """`request` waits from now, when `step` steps were sent."""
         request.queued_step = step
         request.passed_after = self._n_admitted + len(self._requests)
         self._requests[request.seq] = request
-        self._priorities[request.priority] += 1
+        insort(self._order, (-request.priority, request.seq))
 
     def remove(self, request: Request, admitted: bool = False) -> None:
         """`request` waits no longer."""
         del self._requests[request.seq]
-        self._priorities[request.priority] -= 1
-        if not self._priorities[request.priority]:
-            del self._priorities[request.priority]
+        del self._order[bisect_left(self._order, (-request.priority, request.seq))]
         self._n_admitted += admitted
 
     def ordered(self, step: int) -> list[Request]:
-        """All of them in the order of the policy, when `step` steps were sent."""
-        waiting = list(self._requests.values())
-        if len(waiting) == 1:
-            return waiting
-        return [waiting[position] for position in self._policy.order(self.snapshot(step))]
+        """The next CONSIDERED_REQUESTS in the order of the policy, when `step` steps were sent."""
+        considered = [self._requests[seq] for _, seq in self._order[:CONSIDERED_REQUESTS]]
+        if len(considered) == 1 or self._policy.is_arrival:
+            return considered
+        return [considered[position] for position in self._policy.order([self._entry(request, step) for request in considered])]
 
-    def snapshot(self, step: int) -> list[QueueEntry]:
-        """What the policy sees, in no particular order."""
-        return [self._entry(request, step, position < PROBED_REQUESTS) for position, request in enumerate(self._requests.values())]
-
-    def _entry(self, request: Request, step: int, probed: bool) -> QueueEntry:
+    def _entry(self, request: Request, step: int) -> QueueEntry:
         n_cached, path = 0, np.empty(0, dtype=np.int64)
-        if probed and self._policy.needs_path:
+        if self._policy.needs_path:
             n_cached, path = self._pool.probe_path(request.ids, request.extra_key)
-        elif probed and self._policy.needs_cached:
+        elif self._policy.needs_cached:
             n_cached = self._pool.probe(request.ids, request.extra_key)
         return QueueEntry(
             request.seq,
