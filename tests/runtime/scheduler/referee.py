@@ -14,7 +14,8 @@ import numpy as np
 
 from gristmill.memory.radix_cache import Tree
 from gristmill.messages import EMIT_SAMPLE, Result, Step
-from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig
+from gristmill.scheduler.scheduler import MAX_PREFILL_STREAK, Scheduler, SchedulerConfig
+from tests.runtime.scheduler.model import extend_hash
 
 
 @dataclass
@@ -27,6 +28,10 @@ class _Known:
     table: list[int] = field(default_factory=list)
     planned: int = -1  # positions planned, -1 before the first row
     emits: int = 0
+    left_out: int = 0  # steps in a row that could have had a row of it
+
+    def may_emit(self, max_context: int) -> bool:
+        return len(self.ids) + self.emits < min(self.n_prompt + self.max_tokens, max_context)
 
 
 class _Unapplied(NamedTuple):
@@ -46,10 +51,13 @@ class Referee:
         self.last_step = 0
         self.applied = np.zeros(config.pool_tokens, dtype=np.int64)  # KV content by slot, of applied steps only
         self.n_evicted = self.n_duplicates = self.n_retired = 0
+        self.decode_bound = 0 if config.mixed_chunks else MAX_PREFILL_STREAK
+        self.prompt_bound = 0 if config.mixed_chunks else 1
+        self.most_decode_waits = self.most_prompt_waits = 0
 
     # --- messages
 
-    def on_step(self, step: Step, sequences: list[Any]) -> None:
+    def on_step(self, step: Step, scheduler: Scheduler) -> None:
         """A step goes out to the workers."""
         assert step.step == self.last_step + 1, f"1: step {step.step} follows {self.last_step}"
         self.last_step = step.step
@@ -84,10 +92,28 @@ class Referee:
             computed.append((slot, start, kv_len))
             named += known.table[:kv_len]
         self.unapplied.append(_Unapplied(step.step, step.req_slot, np.array(named), computed))
+        self._count_left_out(set(rows), scheduler)
+
+    def _count_left_out(self, rows: set[int], scheduler: Scheduler) -> None:
+        """Nobody who could go on is left out for long: a decoding request with a slot by prompts, a begun prompt by decoding requests
+        and by prompts of no higher priority."""
+        by_slot, known_ids = scheduler.running.by_slot, [len(known.ids) for known in self.known]
+        prompts = [slot for slot in rows if self.known[slot].planned - 1 < known_ids[slot]]
+        urgent = max((request.priority for slot in prompts if (request := by_slot[slot])), default=0)
+        for slot, request in scheduler.running.requests.items():
+            known = self.known[slot]
+            if slot in rows:
+                known.left_out = 0
+            elif known.planned < len(known.ids):
+                known.left_out = 0 if prompts and urgent > request.priority else known.left_out + 1
+                self.most_prompt_waits = max(self.most_prompt_waits, known.left_out)
+                assert known.left_out <= self.prompt_bound, f"a begun prompt was left out {known.left_out} times in a row"
+            elif known.planned < len(known.table) and known.may_emit(self.config.max_context):
+                known.left_out += 1
+                self.most_decode_waits = max(self.most_decode_waits, known.left_out)
+                assert known.left_out <= self.decode_bound, f"a decoding request was left out {known.left_out} times in a row"
 
     def _cached_prefix(self, known: _Known, end: int) -> None:
-        from tests.runtime.scheduler.simulator import extend_hash
-
         assert end < len(known.ids), "the last known token must be computed"
         h = 0
         for token, slot in zip(known.ids[:end], known.table[:end]):
@@ -158,11 +184,9 @@ class SpyTree:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tree, name)
 
-    def insert(self, ids: np.ndarray, slots: np.ndarray, extra_key: str = "") -> tuple[int, int]:
-        from tests.runtime.scheduler.simulator import extend_hash
-
+    def insert(self, ids: np.ndarray, slots: np.ndarray, extra_key: str = "", priority: int = 0) -> tuple[int, int]:
         held = set(self._tree.all_slots().tolist())  # type: ignore[attr-defined]
-        node, n_present = self._tree.insert(ids, slots, extra_key)
+        node, n_present = self._tree.insert(ids, slots, extra_key, priority)
         h = 0
         for position, (token, slot) in enumerate(zip(ids.tolist(), slots.tolist())):
             h = extend_hash(h, token)
