@@ -6,6 +6,8 @@ import asyncio
 import atexit
 import contextlib
 import importlib
+import logging
+import os
 import queue
 import tempfile
 import threading
@@ -20,6 +22,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from gristmill import watchdog
 from gristmill.errors import GristmillError
 from gristmill.launch import merged_trace, prepare
 from gristmill.launch_child import NAMES, ROLES, describe_failure
@@ -38,10 +41,13 @@ from gristmill.tokenizer.validate import (
     make_submit,
 )
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or the messages of a chat
 
 _JOIN_S = 10.0
+_JOIN_HUNG_S = 0.5  # threads cannot be killed: one that hangs is left behind
 
 
 @dataclass
@@ -98,7 +104,10 @@ class Engine:
         self.options, self.tokenizer, self.model_config = prepared.options, prepared.tokenizer, prepared.model_config
         self._cleanup = contextlib.ExitStack()
         self._stop = threading.Event()
+        self._pid = os.getpid()
         self._failure: GristmillError | None = None
+        self._hung = False
+        self._watching: asyncio.Task[None] | None = None
         self._failure_lock = threading.Lock()
         self._closed = False
         trace_dir = ""
@@ -120,6 +129,7 @@ class Engine:
             for thread in self._threads:
                 thread.start()
             self._call(self._manager.wait_ready())
+            asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
             # threads must not be torn down under the engine when the interpreter ends. Last of all, since exit hooks run in reverse
             # order: torch's own, which takes the ops away, was registered while the worker loaded
             atexit.register(self.close)
@@ -242,8 +252,8 @@ class Engine:
         self.control("flush")
 
     def close(self) -> None:
-        """End all threads and free the model. Idempotent."""
-        if self._closed:
+        """End all threads and free the model. Idempotent; does nothing in a forked child, which has none of the threads."""
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -253,8 +263,8 @@ class Engine:
         self._stop.set()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(_JOIN_S)
-        asyncio.run_coroutine_threadsafe(self._manager.close(), self._loop).result(_JOIN_S)
+                thread.join(_JOIN_HUNG_S if self._hung else _JOIN_S)
+        asyncio.run_coroutine_threadsafe(self._close_manager(), self._loop).result(_JOIN_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop_thread.join(_JOIN_S)
         if not self._loop_thread.is_alive():
@@ -282,8 +292,7 @@ class Engine:
         skip_special: bool = True,
         sampling: Mapping[str, Any] = {},
     ) -> list[Submit]:
-        if self._closed:
-            raise GristmillError("this Engine is closed")
+        self._check_usable()
         ids = self.prompt_ids(prompt)
         limits = self._manager.limits
         check_ids("prompt", ids, limits)
@@ -356,9 +365,13 @@ class Engine:
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run `coroutine` on the engine's loop and wait for it; an interrupt cancels it there."""
-        if self._closed and not self._loop_thread.is_alive():
+        try:
+            self._check_process()
+            if self._closed and not self._loop_thread.is_alive():
+                raise GristmillError("this Engine is closed")
+        except GristmillError:
             coroutine.close()
-            raise GristmillError("this Engine is closed")
+            raise
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -367,6 +380,36 @@ class Engine:
         except BaseException:
             future.cancel()
             raise
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise GristmillError("this Engine is closed")
+
+    def _check_process(self) -> None:
+        """Threads do not survive a fork: a child would wait for an answer for ever."""
+        if os.getpid() != self._pid:
+            raise GristmillError(
+                f"this Engine belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}: "
+                "make the Engine in the child, or use the spawn start method of multiprocessing"
+            )
+
+    async def _watch(self) -> None:
+        """End the engine when one of its threads hangs."""
+        watched = asyncio.current_task()
+        assert watched is not None
+        self._watching = watched
+        hang = await watchdog.watch(lambda: self._manager.seen, self.options.watchdog_s)
+        for line in watchdog.own_stacks():
+            log.error("stack: %s", line)
+        self._hung = True
+        self._fail(GristmillError(f"{hang} (watchdog_s={self.options.watchdog_s:g}); the stacks of all threads are in the log"))
+
+    async def _close_manager(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        await self._manager.close()
 
     def _explain(self, error: BaseException) -> BaseException:
         """The failure of the engine itself, when that is what lies behind `error`."""

@@ -19,6 +19,7 @@ from gristmill import progress
 from gristmill.errors import GristmillError
 from gristmill.launch_config import LaunchConfig
 from gristmill.logs import escape, setup_logging
+from gristmill.watchdog import STACK_SIGNAL, dump_on_signal
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ ROLES = {
 NAMES = {"scheduler": "scheduler", "detokenizer": "detokenizer", "worker": "model worker"}
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BLOCKED_SIGNALS = (*GROUP_SIGNALS, STACK_SIGNAL)  # until this process has said what they mean to it
 GOODBYE = b"bye\n"  # the parent's last word; without it, the end of standard input means that it was killed
 _EXIT_GRACE_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +42,8 @@ def main(role: str) -> int:
     # a terminal's Ctrl-C or hang-up and a service manager's SIGTERM reach the whole group: the parent decides what they mean
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent blocked them until here
+    dump_on_signal()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)  # the parent blocked them until here
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 0  # the parent died while starting us

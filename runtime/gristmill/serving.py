@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 import zmq
 
-from gristmill import early_signals
+from gristmill import early_signals, watchdog
 from gristmill.errors import GristmillError
 from gristmill.launch import Prepared, merged_trace, prepare
 from gristmill.launch_config import LaunchConfig
@@ -111,7 +111,11 @@ class _Server:
             )
         )
         http_task = asyncio.create_task(http.serve(self.sockets), name="http")
+        # a signal from a person: this process writes its stacks even while it hangs, then asks its children for theirs
+        loop.add_signal_handler(watchdog.STACK_SIGNAL, supervisor.ask_for_stacks)
+        watchdog.dump_on_signal(chain=True)
         ready_task = asyncio.create_task(self._announce(manager, supervisor))
+        watch_task = asyncio.create_task(self._watch(manager, supervisor))
         signal_task = asyncio.create_task(signals.get())
         try:
             supervisor.start()
@@ -125,6 +129,7 @@ class _Server:
             return await self._fail(manager, supervisor, http, http_task)
         finally:
             ready_task.cancel()
+            watch_task.cancel()
             signal_task.cancel()
             await asyncio.to_thread(supervisor.stop)
             await manager.close()
@@ -137,6 +142,14 @@ class _Server:
         took = time.monotonic() - self.start
         name = self.options.served_model_name
         print(f"ready: {name} at {self.url} (pool of {stats.pool_total} tokens, loaded in {took:.1f} s)", flush=True)
+
+    async def _watch(self, manager: Any, supervisor: Supervisor) -> None:
+        """End the engine when a part of it hangs; nobody else would, since it lives."""
+        hang = await watchdog.watch(lambda: manager.seen, self.options.watchdog_s)
+        manager.refuse_all(str(hang))
+        log.error("%s (--watchdog-s %g); the stacks of all processes follow", hang, self.options.watchdog_s)
+        await asyncio.to_thread(supervisor.dump_stacks)
+        supervisor.fail(f"{hang} (--watchdog-s {self.options.watchdog_s:g}); the stacks of all processes are in the log", str(hang))
 
     async def _drain(
         self,

@@ -21,14 +21,17 @@ import msgspec
 import gristmill
 from gristmill import progress
 from gristmill.errors import GristmillError
-from gristmill.launch_child import GOODBYE, GROUP_SIGNALS, NAMES
+from gristmill.launch_child import BLOCKED_SIGNALS, GOODBYE, NAMES
 from gristmill.launch_config import LaunchConfig
 from gristmill.logs import escape
 from gristmill.resources import cpu_count
+from gristmill.watchdog import STACK_SIGNAL, is_stack_line, own_stacks
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 2.0  # how long a child may take to end after it was asked to
+_STACKS_S = 1.5  # how long the stacks of all children are waited for
+_QUIET_S = 0.1  # a child that wrote no line of its stacks for so long has written them all
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux and 104 on macOS, the name of an edge included
 _CHATTER = re.compile(r"[\d-]+ [\d:.]+ (DEBUG|INFO) ")  # log lines that explain no end
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -60,10 +63,11 @@ class Child:
         self.name = f"{NAMES[role]} {config.rank}" if config.world_size > 1 and role == "worker" else NAMES[role]
         self.error = ""  # the sentence it ended with
         self.last_line = ""
+        self.last_stack = 0.0  # when it wrote a line of its stacks
         self._show_progress = show_progress
         # -m puts the working directory on sys.path: a torch.py lying there must not become ours (PYTHONSAFEPATH: Python >= 3.11)
         # signals of the process group must not end it before it ignores them: it starts with them blocked
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "gristmill.launch_child", role],
@@ -93,6 +97,12 @@ class Child:
         code = self.process.returncode
         return f"the {self.name} {f'was killed by {_signal_name(-code)}' if code < 0 else f'ended with exit code {code}'}"
 
+    def ask_for_stacks(self) -> None:
+        """Let it write the stacks of its threads to the log; one that was stopped goes on for that."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(STACK_SIGNAL)
+            self.process.send_signal(signal.SIGCONT)
+
     def release(self) -> None:
         """Close its stdin, which asks it to end."""
         with contextlib.suppress(OSError):
@@ -106,6 +116,9 @@ class Child:
             line = raw.decode("utf-8", "replace").rstrip("\n")
             if report := progress.parse_line(line):
                 self._show_progress(*report)
+            elif is_stack_line(line):
+                log.error("stack of the %s: %s", self.name, line)
+                self.last_stack = time.monotonic()
             elif line.startswith("error: "):
                 self.error = escape(line.removeprefix("error: "))
             elif line.strip():
@@ -165,6 +178,35 @@ class Supervisor:
         for child in self.children:
             child.process.wait()
 
+    def ask_for_stacks(self) -> None:
+        """Let all children write the stacks of their threads to the log."""
+        for child in self.children:
+            child.ask_for_stacks()
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of all processes to the log, this one's too; returns when they are there."""
+        asked = time.monotonic()
+        self.ask_for_stacks()
+        for line in own_stacks():
+            log.error("stack of the server: %s", line)
+        children = [child for child in self.children if child.process.poll() is None]
+        while time.monotonic() < asked + _STACKS_S:
+            if all(asked < child.last_stack < time.monotonic() - _QUIET_S for child in children):
+                return
+            time.sleep(0.02)
+        for child in children:
+            if child.last_stack < asked:
+                log.error("the %s wrote no stacks", child.name)
+
+    def fail(self, sentence: str, public_sentence: str) -> None:
+        """End the engine although no child has ended, for the reason `sentence`."""
+        with self._lock:
+            if self._stopping or self.failure:
+                return
+            self.failure, self.public_failure = sentence, public_sentence
+        self.view.close()
+        self._on_failure()
+
     def kill(self) -> None:
         """End all children at once."""
         self.expect_end()
@@ -172,12 +214,7 @@ class Supervisor:
             child.process.kill()
 
     def _ended(self, child: Child) -> None:
-        with self._lock:
-            if self._stopping or self.failure:
-                return
-            self.failure, self.public_failure = child.sentence(), child.public_sentence()
-        self.view.close()
-        self._on_failure()
+        self.fail(child.sentence(), child.public_sentence())
 
 
 def _child_environment(role: str, config: LaunchConfig) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -16,10 +17,11 @@ from gristmill.detokenizer.incremental import IncrementalText
 from gristmill.detokenizer.stop import StopScanner
 from gristmill.errors import ProtocolError
 from gristmill.launch_config import LaunchConfig
-from gristmill.messages import Close, LogprobBlock, Message, Open, Out, Reply, Stats, Text, TokenLogprob, Usage, ints
+from gristmill.messages import HEARTBEAT, Close, LogprobBlock, Message, Open, Out, Reply, Stats, Text, TokenLogprob, Usage, ints
 from gristmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gristmill.trace import open_tracer
 from gristmill.transport import Endpoints, Pull, Push
+from gristmill.watchdog import beat_interval_s
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +201,11 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
     tracer = open_tracer(config.trace_dir, "detokenizer")
     try:
         detokenizer = Detokenizer(tokenizer, outbox.send)
+        interval_s, heartbeat_due = beat_interval_s(config.options.watchdog_s), 0.0
         while not stop.is_set() and not detokenizer.shut_down:
+            if time.monotonic() >= heartbeat_due:
+                outbox.send(Reply(HEARTBEAT))
+                heartbeat_due = time.monotonic() + interval_s
             message = inbox.recv(_POLL_MS)
             if message is None:
                 continue

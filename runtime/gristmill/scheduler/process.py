@@ -19,10 +19,10 @@ from gristmill.scheduler.loops import event_loop_normal, event_loop_overlap
 from gristmill.scheduler.scheduler import Scheduler, SchedulerConfig
 from gristmill.trace import open_tracer
 from gristmill.transport import Endpoints, Pull, Push
+from gristmill.watchdog import beat_interval_s
 
 log = logging.getLogger(__name__)
 
-STATS_INTERVAL_S = 1.0
 _POLL_MS = 100  # how late a stop event is seen at most; messages wake the poll at once
 
 
@@ -35,7 +35,7 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
         if ready is None:
             return
         scheduler = Scheduler(scheduler_config(config, ready))
-        io = SchedulerIO(edges, scheduler, ready[0].caps, stop)
+        io = SchedulerIO(edges, scheduler, ready[0].caps, stop, beat_interval_s(config.options.watchdog_s))
         io.send_stats()
         for message in edges.early:
             io.hear(message)
@@ -151,11 +151,13 @@ class _Edges:
 class SchedulerIO:
     """The LoopIO of a real engine, and the clock: statistics once a second, the age of the oldest step."""
 
-    def __init__(self, edges: _Edges, scheduler: Scheduler, caps: dict[str, object], stop: threading.Event) -> None:
+    def __init__(
+        self, edges: _Edges, scheduler: Scheduler, caps: dict[str, object], stop: threading.Event, interval_s: float = 1.0
+    ) -> None:
         self._edges, self._scheduler, self._caps, self._stop = edges, scheduler, caps, stop
         self._results: list[Result] = []
         self._sent_at: dict[int, float] = {}  # by step number, in flight
-        self._stats_due = 0.0
+        self._stats_due, self._interval_s = 0.0, interval_s
         self._drain_told = False
 
     @property
@@ -236,7 +238,7 @@ class SchedulerIO:
         stats.ready, stats.caps = True, self._caps
         stats.age_s = now - min(self._sent_at.values()) if self._sent_at else 0.0
         self._edges.detokenizer.send(stats)
-        self._stats_due = now + STATS_INTERVAL_S
+        self._stats_due = now + self._interval_s
 
     def finish(self) -> None:
         """The loop has ended: last words to the detokenizer, then everybody's shutdown."""

@@ -27,6 +27,7 @@ from gristmill.tokenizer.tokenizer import Tokenizer
 from gristmill.tokenizer.validate import Limits, RequestError
 from gristmill.trace import NULL_TRACER, NullTracer, open_tracer
 from gristmill.transport import Endpoints, Pull, Push
+from gristmill.watchdog import Seen
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,11 @@ class TokenizerManager:
         return not self.failure and self.stats.ready
 
     @property
+    def seen(self) -> Seen:
+        """What there is to tell of everybody's progress."""
+        return Seen(self.stats.ready, self.stats_seen, self.heartbeats, self.stats.applied_step, self.stats.age_s)
+
+    @property
     def open_requests(self) -> int:
         """Requests (not choices) that wait for text."""
         return len({id(generation) for generation, _ in self._open.values()})
@@ -246,9 +252,13 @@ class TokenizerManager:
             self._send(Abort(rid, "client"))
         return len(self._open)
 
+    def refuse_all(self, message: str) -> None:
+        """No new request is taken from now on, for the reason `message`; /health says so too."""
+        self.failure = self.failure or message
+
     def fail_all(self, message: str, status: int = 503) -> None:
         """The engine is gone: every open request ends with `message`, and no new one is taken."""
-        self.failure = self.failure or message
+        self.refuse_all(message)
         for rid, (generation, index) in list(self._open.items()):
             if rid not in self._open:  # the push before aborted the whole request
                 continue

@@ -14,7 +14,7 @@ import zmq
 from gristmill.detokenizer.process import Detokenizer, run
 from gristmill.errors import ProtocolError
 from gristmill.launch_config import LaunchConfig
-from gristmill.messages import Close, DetokSpec, LogprobBlock, Message, Open, Out, Reply, Stats, Text, floats, ints
+from gristmill.messages import HEARTBEAT, Close, DetokSpec, LogprobBlock, Message, Open, Out, Reply, Stats, Text, floats, ints
 from gristmill.options import Options
 from gristmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gristmill.transport import Endpoints, Pull, Push
@@ -230,7 +230,8 @@ def test_the_process_runs_until_the_shutdown_reply_has_passed() -> None:
     try:
         outbox.send(Out(open=[Open(0, "r")], idx=ints([0]), tok=ints([3 + ord("a") - 33]), close=[Close(0, "length")]))
         outbox.send(Reply(9, result={"shutdown": True}))
-        text, reply = inbox.recv(10_000), inbox.recv(10_000)
+        beat, text, reply = inbox.recv(10_000), inbox.recv(10_000), inbox.recv(10_000)
+        assert isinstance(beat, Reply) and beat.seq == HEARTBEAT
         assert isinstance(text, Text) and text.text == "a" and text.finish == "length"
         assert isinstance(reply, Reply) and reply.seq == 9
         thread.join(10)

@@ -228,3 +228,27 @@ def test_the_trace_holds_all_parts_and_a_plan_follows_its_forward_without_overla
     forward, plan = spans(trace, "forward"), spans(trace, "plan")
     steps = [step for step in forward if step + 1 in plan]
     assert len(steps) > 15 and all(plan[step + 1][0] >= forward[step][1] for step in steps)
+
+
+def test_a_forked_child_is_told_that_the_engine_is_not_its_own() -> None:
+    script = """
+import os, sys
+from gristmill import Engine
+from gristmill.errors import GristmillError
+engine = Engine("null:1:300", pool_tokens=512)
+pid = os.fork()
+if pid == 0:
+    for call in (lambda: engine.generate("x"), lambda: engine.stream("x"), lambda: engine.stats, engine.flush):
+        try:
+            call()
+        except GristmillError as error:
+            assert "cannot be used in its forked child" in str(error) and str(os.getppid()) in str(error), error
+        else:
+            os._exit(3)
+    engine.close()
+    sys.exit(0)  # with the exit hooks of the parent
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert engine.generate("x", max_tokens=3, ignore_eos=True)[0].finish_reason == "length"
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and not done.stderr, done.stderr
