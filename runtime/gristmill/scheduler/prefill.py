@@ -103,6 +103,7 @@ class Prefill:
         remaining = np.minimum(table.limit - table.length, REMAINING_CLIP_TOKENS)
         running_remaining = int(remaining[table.live].sum())
         self.due = above is not None
+        self._computing = self._still_computing()
         n_deferred = 0
         for request in self._queue.ordered(self._stats.sent_step):
             if budget <= 0 or n_deferred == MAX_DEFERRED:
@@ -166,7 +167,8 @@ class Prefill:
         n = self._running.chunk(request, n)
         self._running.cover_chunk(request, n, writes)
         self._queue.remove(request, admitted=True)
-        self._computing.append(request)
+        if self._pool.enabled:
+            self._computing.append(request)
         self._announce(request, match.lease.n_tokens, new)
         return n
 
@@ -193,18 +195,21 @@ class Prefill:
 
     def _waits_for_prefix(self, request: Request, cacheable: int, n_cached: int) -> bool:
         """Whether another request is computing what `request` would compute next."""
-        pool = self._pool
-        if not pool.enabled or not self._computing:
+        if not self._computing:
             return False
-        self._computing = [
+        prefixes = (Prefix(self._table.ids[other.req_slot, : other.n_known], other.extra_key) for other in self._computing)
+        return waits_for(request.ids[: cacheable + 1], request.extra_key, n_cached, prefixes, self._pool.page_size)
+
+    def _still_computing(self) -> list[Request]:
+        """Started requests whose known tokens are not all in the tree yet, and will be."""
+        pool = self._pool
+        return [
             other
             for other in self._computing
             if other.state is State.RUNNING
             and other.lease.tree is pool.tree
             and other.lease.n_tokens + pool.page_size <= other.n_known  # until its last whole page was adopted
         ]
-        prefixes = (Prefix(self._table.ids[other.req_slot, : other.n_known], other.extra_key) for other in self._computing)
-        return waits_for(request.ids[: cacheable + 1], request.extra_key, n_cached, prefixes, pool.page_size)
 
     # --- preemption
 
