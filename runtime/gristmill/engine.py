@@ -149,6 +149,8 @@ class Engine:
         prompt_logprobs: bool = False,
         include_stop: bool = False,
         skip_special: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> list[Output]:
         """Complete one or several prompts at once and wait for all of them.
@@ -160,6 +162,8 @@ class Engine:
             logprobs: alternatives per generated token (0: the token itself only; None: no log probabilities).
             prompt_logprobs: score the prompt's tokens too (with max_tokens=0: only them).
             skip_special: leave special tokens out of the text (never out of the ids).
+            priority: higher is admitted first, and may put running requests back (option preempt_threshold).
+            cache_salt: prefixes are shared only between requests of the same salt.
             **sampling: temperature, top_k, top_p, min_p, seed, max_tokens, min_tokens, ignore_eos, stop_token_ids, logit_bias,
                 presence_penalty, frequency_penalty, repetition_penalty.
 
@@ -170,7 +174,8 @@ class Engine:
             GristmillError: an argument that cannot be used, or a request or engine that failed.
         """
         jobs = [
-            self._choices(prompt, n, stop, logprobs, prompt_logprobs, include_stop, skip_special, sampling) for prompt in _as_list(prompts)
+            self._choices(prompt, n, stop, logprobs, prompt_logprobs, include_stop, skip_special, priority, cache_salt, sampling)
+            for prompt in _as_list(prompts)
         ]
         return self._call(self._finish_all(jobs))
 
@@ -183,6 +188,8 @@ class Engine:
         logprobs: int | None = None,
         include_stop: bool = False,
         skip_special: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Generator[tuple[int, Text], None, None]:
         """Complete one prompt piece by piece: (choice index, new text), the last piece of a choice with `finish` and `usage`.
@@ -190,7 +197,7 @@ class Engine:
         Ending the iteration early aborts the request. Arguments as for `generate`; messages of a chat are a prompt too.
         """
         # not a generator itself: a wrong argument is to be raised here, not at the first iteration
-        return self._pieces(self._choices(prompt, n, stop, logprobs, False, include_stop, skip_special, sampling))
+        return self._pieces(self._choices(prompt, n, stop, logprobs, False, include_stop, skip_special, priority, cache_salt, sampling))
 
     def _pieces(self, choices: list[Submit]) -> Generator[tuple[int, Text], None, None]:
         pieces: queue.SimpleQueue[tuple[int, Text] | BaseException | None] = queue.SimpleQueue()
@@ -290,6 +297,8 @@ class Engine:
         prompt_logprobs: bool = False,
         include_stop: bool = False,
         skip_special: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
         sampling: Mapping[str, Any] = {},
     ) -> list[Submit]:
         self._check_usable()
@@ -312,12 +321,14 @@ class Engine:
                 skip_special=skip_special,
                 logprobs=-1 if logprobs is None else logprobs,
                 prompt_logprobs=prompt_logprobs,
+                priority=priority,
+                cache_salt=cache_salt,
             )
             for index in range(check_int("n", n, 1, MAX_CHOICES))
         ]
 
     def _chat_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        own = {"stop", "logprobs", "prompt_logprobs", "include_stop", "skip_special"}
+        own = {"stop", "logprobs", "prompt_logprobs", "include_stop", "skip_special", "priority", "cache_salt"}
         return {
             **{name: value for name, value in arguments.items() if name in own},
             "sampling": {name: value for name, value in arguments.items() if name not in own},

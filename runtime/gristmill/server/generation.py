@@ -77,7 +77,6 @@ def build_submits(
     """n choices for each prompt, in that order. Raises RequestError for the first field that cannot be used."""
     n = check_int("n", 1 if body.n is None else body.n, 1, MAX_CHOICES)
     stops = check_stops([body.stop] if isinstance(body.stop, str) else body.stop or [])
-    priority = check_int("priority", body.priority or 0, -1000, 1000)
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -111,8 +110,9 @@ def build_submits(
             skip_special=body.skip_special_tokens is not False,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
         )
-        submit.priority = priority
         for i in range(n):
             seeded = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, i))
             submits.append(msgspec.structs.replace(submit, sampling=seeded))

@@ -20,6 +20,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 1000
+MAX_SALT_CHARS = 256
 PROMPT_TAIL = 8
 
 _SEED_MASK = (1 << 63) - 1
@@ -213,8 +215,17 @@ def make_submit(
     skip_special: bool = True,
     logprobs: int = -1,
     prompt_logprobs: bool = False,
+    priority: int = 0,
+    cache_salt: str = "",
 ) -> Submit:
-    """One choice for `TokenizerManager.submit`, which fills in the rid."""
+    """One choice for `TokenizerManager.submit`, which fills in the rid.
+
+    Raises RequestError when `priority` or `cache_salt` cannot be used; all else is checked by the other functions here.
+    """
+    check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt must be a text of at most {MAX_SALT_CHARS} characters", "cache_salt")
+    check_text("cache_salt", cache_salt)
     prompt_ids = ints(prompt)
     detok = DetokSpec(
         stop=tuple(stop),
@@ -225,7 +236,16 @@ def make_submit(
         n_prompt=len(prompt_ids),
     )
     score_from = 1 if prompt_logprobs and len(prompt_ids) > 1 else -1
-    return Submit("", prompt_ids, sampling, logprobs=logprobs, prompt_logprobs_from=score_from, detok=detok)
+    return Submit(
+        "",
+        prompt_ids,
+        sampling,
+        priority=priority,
+        extra_key=cache_salt,
+        logprobs=logprobs,
+        prompt_logprobs_from=score_from,
+        detok=detok,
+    )
 
 
 def _short(value: object) -> str:

@@ -275,11 +275,14 @@ def test_fields_reach_the_scheduler(served: SimpleNamespace) -> None:
         "frequency_penalty": -1,
         "repetition_penalty": 1.5,
     }
-    plain(served.client, TEXT, body(TEXT, max_tokens=2, min_tokens=1, seed=-1, logit_bias={"5": 2.5}, priority=3, **fields))
+    plain(
+        served.client, TEXT, body(TEXT, max_tokens=2, min_tokens=1, seed=-1, logit_bias={"5": 2.5}, priority=3, cache_salt="team", **fields)
+    )
     submit = served.engine.submits[-1]
     for name, value in fields.items():
         assert getattr(submit.sampling, name) == value
     assert submit.sampling.logit_bias == {5: 2.5} and submit.sampling.seed == 2**63 - 1 and submit.priority == 3
+    assert submit.extra_key == "team"
     plain(served.client, TEXT, body(TEXT, max_tokens=1, top_k=-1))
     assert served.engine.submits[-1].sampling.top_k == 0
 

@@ -104,6 +104,8 @@ BAD_FIELDS = [
     ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
     ({"stream_options": {"colour": 1}}, "stream_options.colour"),
     ({"priority": 10**9}, "priority"),
+    ({"cache_salt": "s" * 257}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
     ({"no_such_field": 1}, "no_such_field"),
     ({"model": None}, "model"),
 ]
