@@ -252,3 +252,16 @@ assert engine.generate("x", max_tokens=3, ignore_eos=True)[0].finish_reason == "
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_a_cache_salt_keeps_prefixes_apart(engine: Engine) -> None:
+    prompt = list(range(40, 80))
+
+    def cached(**arguments: object) -> int:
+        return engine.generate(prompt, max_tokens=2, temperature=0, **arguments)[0].usage.cached_tokens
+
+    assert [cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b"), cached()] == [0, 39, 0, 0]
+    with pytest.raises(GristmillError, match="cache_salt must be a text of at most 256 characters"):
+        cached(cache_salt="s" * 257)
+    with pytest.raises(GristmillError, match="priority must be an integer from -1000 to 1000"):
+        cached(priority=2000)
