@@ -18,6 +18,7 @@ class WorkerSequence:
         self.ids: list[int] = []
         self.hashes = np.zeros(400, dtype=np.int64)
         self.table = np.full(400, -1, dtype=np.int64)
+        self.window_table = np.full(400, -1, dtype=np.int64)
         self.n_prompt, self.sampling = n_prompt, sampling or SamplingParams()
         self.logprobs = self.score_from = -1
         self.counts = Counts(ids[:n_prompt], ids[n_prompt:])
@@ -41,6 +42,8 @@ class FakeWorker:
         self.case = case
         self.sequences = [WorkerSequence() for _ in range(case.config.max_reqs)]
         self.kv = np.zeros(case.config.pool_tokens, dtype=np.int64)
+        self.window = case.config.window.window if case.config.window is not None else 0
+        self.window_kv = np.zeros(case.config.window.slots if case.config.window is not None else 0, dtype=np.int64)
         self.inbox: deque[Step | Mask] = deque()
         self.n_masked_rows = 0
 
@@ -64,7 +67,9 @@ class FakeWorker:
             self.admit(new)
         offset = 0
         for write in step.writes:
-            self.sequences[write.req_slot].table[write.start : write.start + write.n] = step.write_slots[offset : offset + write.n]
+            sequence = self.sequences[write.req_slot]
+            table = sequence.window_table if write.pool else sequence.table
+            table[write.start : write.start + write.n] = step.write_slots[offset : offset + write.n]
             offset += write.n
         assert offset == len(step.write_slots)
         tokens, blocks = [], []
@@ -77,9 +82,21 @@ class FakeWorker:
             self.kv[sequence.table[start:kv_len]] = sequence.hashes[start:kv_len]
             read = self.kv[sequence.table[:kv_len]]
             assert np.array_equal(read, sequence.hashes[:kv_len]), f"row {row} of step {step.step} reads KV that is not its own"
+            if self.window:
+                self._run_window(row, step, sequence, start, kv_len)
             blocks += self._score_prompt(row, sequence, start, kv_len)
             tokens.append(self._emit(row, sequence, kv_len, masks.get(row), blocks) if emit == EMIT_SAMPLE else NO_TOKEN)
         return Result(step.step, ints(tokens), logprobs=blocks)
+
+    def _run_window(self, row: int, step: Step, sequence: WorkerSequence, start: int, kv_len: int) -> None:
+        """The same for the layers that look back a window only."""
+        first = max(0, start - self.window + 1)
+        named = sequence.window_table[first:kv_len]
+        assert named.min() >= 0, f"row {row} of step {step.step} has no window slot somewhere in [{first}, {kv_len})"
+        self.window_kv[sequence.window_table[start:kv_len]] = sequence.hashes[start:kv_len]
+        assert np.array_equal(self.window_kv[named], sequence.hashes[first:kv_len]), (
+            f"row {row} of step {step.step} reads window KV that is not its own"
+        )
 
     def _emit(self, row: int, sequence: WorkerSequence, kv_len: int, mask: int | None, blocks: list[LogprobBlock]) -> int:
         h = int(sequence.hashes[kv_len - 1])

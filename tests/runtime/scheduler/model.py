@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from gristmill.errors import GristmillError
+from gristmill.memory.window import Reservations, WindowSpec
 from gristmill.messages import INVALID_TOKEN, SamplingParams, Submit, ints
 from gristmill.scheduler.scheduler import SchedulerConfig
 
@@ -16,7 +18,6 @@ VOCAB = 8
 EOS = 0
 ALL_TOKENS = (1 << VOCAB) - 1
 _HASH = 0x9E3779B97F4A7C15
-_KNOWN_CONFIG = {spec.name for spec in fields(SchedulerConfig)}
 
 
 def mix(*values: int) -> int:
@@ -37,6 +38,18 @@ def make_config(**settings: Any) -> SchedulerConfig:
     """A SchedulerConfig for the alphabet of the simulator."""
     defaults = {"eos_ids": (EOS,), "vocab_size": VOCAB, "check": True}
     return SchedulerConfig(**{**defaults, **settings})
+
+
+def with_window(config: SchedulerConfig, window: int, spare: int) -> SchedulerConfig:
+    """`config` for a model with sliding-window layers, in a pool that just does for one request, and `spare` tokens."""
+    lookahead = -(-config.lookahead_tokens // config.page_size) * config.page_size
+    slots = window
+    while True:
+        try:
+            Reservations(WindowSpec(slots, window), config.page_size, lookahead, config.chunk_tokens or config.max_prefill_tokens)
+            return replace(config, window=WindowSpec(slots + spare, window))
+        except GristmillError:
+            slots += 1
 
 
 @dataclass(frozen=True)
@@ -75,10 +88,13 @@ class Case:
             radix_cache=g.random() < 0.85,
             policy=g.choice(["fcfs", "lpm", "dfs-weight", "shortest-prefill", "hrrn"]),
             preempt_threshold=g.choice([0, 1, 10]),
+            eviction_policy=g.choice(["lru", "lfu", "fifo", "priority", "slru"]),
             max_prefill_tokens=g.choice([5, 20, 1000]),
             lookahead_tokens=g.choice([1, 1, 4, 16]),
             new_token_ratio=g.choice([0.0, 0.0, 0.4]),
         )
+        if g.random() < 0.35:
+            config = with_window(config, g.choice([1, 3, 8, 20]), spare=g.choice([0, 7, 60]))
         return Case(
             seed=seed,
             depth=g.choice([1, 2, 2, 3]),

@@ -234,7 +234,7 @@ _STATS = ("retractions", "preemptions", "prefix_waits", "cached_tokens", "chunks
 
 def run_case(case: Case, server: Server) -> Counter[str]:
     """Run `case` with what `server` says; returns what happened. Raises AssertionError or SlotError at the first broken rule."""
-    referee = Referee(case.config)
+    referee = Referee(case.config, case.depth)
     scheduler = WatchedScheduler(case.config, FakeMasks(), lambda config: SpyTree(native_tree(config), referee))
     scheduler.referee = referee
     io = FakeIO(case, server, scheduler, referee)
@@ -245,6 +245,11 @@ def run_case(case: Case, server: Server) -> Counter[str]:
     totals = io.verify()
     counts, stats = scheduler.pool.counts(), scheduler.stats
     assert counts.locked == 0 and not scheduler.n_in_flight, f"idle, yet {counts}"
+    if scheduler.running.windows is not None:
+        window = scheduler.pool.window_counts()
+        assert window.locked == scheduler.running.windows.reservations.reserved == 0, f"idle, yet {window}"
+        totals["window slots freed below a live window"] += referee.n_window_freed
+        totals["with a window pool"] += 1
     for name in _STATS:
         totals[name] += getattr(stats, name)
     totals["put back"] += totals["retractions"] + totals["preemptions"]
