@@ -22,7 +22,8 @@ from gristmill.launch import Prepared, merged_trace, prepare
 from gristmill.launch_config import LaunchConfig
 from gristmill.listening import url_of
 from gristmill.options import Options
-from gristmill.supervise import Supervisor, private_directory
+from gristmill.private_directory import private_directory
+from gristmill.supervise import Supervisor
 
 log = logging.getLogger(__name__)
 

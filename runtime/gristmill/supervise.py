@@ -6,21 +6,18 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 import gristmill
 from gristmill import progress
-from gristmill.errors import GristmillError
 from gristmill.launch_child import BLOCKED_SIGNALS, GOODBYE, NAMES
 from gristmill.launch_config import LaunchConfig
 from gristmill.logs import escape
@@ -32,28 +29,8 @@ log = logging.getLogger(__name__)
 _STOP_S = 2.0  # how long a child may take to end after it was asked to
 _STACKS_S = 1.5  # how long the stacks of all children are waited for
 _QUIET_S = 0.1  # a child that wrote no line of its stacks for so long has written them all
-_MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux and 104 on macOS, the name of an edge included
 _CHATTER = re.compile(r"[\d-]+ [\d:.]+ (DEBUG|INFO) ")  # log lines that explain no end
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-
-
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """A new directory that only this user can enter, short enough for socket names; removed at the end."""
-    for base in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
-        try:
-            folder = tempfile.mkdtemp(prefix="gristmill-", dir=base)
-        except OSError as error:
-            raise GristmillError(f"cannot make a directory for sockets in {base}: {error.strerror}; set TMPDIR") from error
-        if len(os.fsencode(folder)) + len("/d00-b") <= _MAX_SOCKET_PATH:
-            break
-        os.rmdir(folder)
-    else:
-        raise GristmillError(f"the path of the temporary directory {tempfile.gettempdir()} is too long for sockets; set a shorter TMPDIR")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Child:

@@ -121,14 +121,29 @@ def test_health_is_honest_while_loading_and_after_a_child_died(model: Path) -> N
         connection.close()
 
 
-def test_a_server_can_be_started_again_at_once_on_the_same_port(model: Path) -> None:
-    with served(model) as server:
-        port = server.address[1]
-        opened(server)
-        server.children()["scheduler"].kill()
-        assert server.wait(5.0) == 1
-    with served(model, f"--port={port}") as again:
-        assert again.address[1] == port and again.complete()["text"]
+@pytest.mark.parametrize("role", ["server", "scheduler", "detokenizer", "worker", "all"])
+def test_after_a_kill_9_a_new_start_on_the_same_port_works_at_once(role: str, tmp_path: Path) -> None:
+    null = ("null:2", "--served-model-name=M", "--pool-tokens=65536")
+    temporary = {"TMPDIR": str(tmp_path)} if len(str(tmp_path)) < 70 else {}
+    with served(*null, env=temporary) as server:
+        port, folder = server.address[1], socket_directory(server)
+        streams = [opened(server), opened(server)]
+        start = time.monotonic()
+        if role == "all":
+            os.killpg(server.process.pid, signal.SIGKILL)  # the parent and, at the same moment, all children
+        else:
+            (server.process if role == "server" else server.children()[role]).kill()
+        server.wait(5.0)
+        server.wait_gone(5.0)
+        took = time.monotonic() - start
+        assert took < 5.0 and (role == "all" or not folder.exists())
+        for stream in streams:
+            stream.thread.join(10)
+            assert not stream.thread.is_alive()
+        with served(*null, f"--port={port}", env=temporary) as again:
+            assert again.address[1] == port and again.complete()["text"]
+            assert not folder.exists() and socket_directory(again).is_dir()
+    assert not [path for path in folder.parent.glob("gristmill-*") if path == folder]
 
 
 @pytest.mark.parametrize("loading", [False, True], ids=["serving", "loading"])

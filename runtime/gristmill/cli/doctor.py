@@ -171,7 +171,7 @@ def _sockets() -> Iterator[Finding]:
     import zmq
 
     from gristmill.messages import Control
-    from gristmill.supervise import private_directory
+    from gristmill.private_directory import private_directory
     from gristmill.transport import Pull, Push
 
     context = zmq.Context()
