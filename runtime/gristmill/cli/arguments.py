@@ -63,10 +63,11 @@ class _Value(argparse.Action):
         setattr(namespace, self.dest, parse_value(FIELDS[self.dest], values, option_string or flag(self.dest)))
 
 
-def add_options(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
-    """Add MODEL and every option not in `skip`, grouped. Options not given are absent from the namespace."""
-    parser.usage = f"{parser.prog} [options] MODEL"
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=FIELDS["model"].metadata["help"])
+def add_options(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset(), model: bool = True) -> None:
+    """Add MODEL (unless `model` is off) and every option not in `skip`, grouped. Options not given are absent from the namespace."""
+    if model:
+        parser.usage = f"{parser.prog} [options] MODEL"
+        parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=FIELDS["model"].metadata["help"])
     shown = {name: spec for name, spec in FIELDS.items() if name != "model" and name not in skip}
     used = {spec.metadata["group"] for spec in shown.values()}
     groups = {key: parser.add_argument_group(title) for key, title in GROUPS.items() if key in used}

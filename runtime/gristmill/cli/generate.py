@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gristmill.cli.arguments import SERVER_ONLY, add_options, options_from
-from gristmill.cli.sampling import add_sampling, argument_text, sampling_from, with_max_tokens
+from gristmill.cli.sampling import add_sampling, argument_text, option_errors, sampling_from, with_max_tokens
 from gristmill.errors import OptionError
 from gristmill.logs import setup_logging
 from gristmill.options import Options
@@ -40,7 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chat:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     sampling = sampling_from(arguments)
-    with local_engine(options) as engine:
+    from gristmill.tokenizer.validate import MAX_CHOICES, check_int
+
+    with option_errors():
+        check_int("n", arguments.n, 1, MAX_CHOICES)
+    with option_errors(), local_engine(options) as engine:
         ids = [engine.prompt_ids(prompt) for prompt in prompts]
         sampling = with_max_tokens(sampling, DEFAULT_MAX_TOKENS, max(map(len, ids)), engine.context_length)
         if len(ids) == 1 and arguments.n == 1 and not arguments.json:

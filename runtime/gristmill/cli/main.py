@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "complete prompts and print the text",
     "chat": "talk to a model in the terminal",
     "models": "list the models of the catalogue",
+    "simulate": "predict throughput and latency from a trace of requests",
     "doctor": "say what works on this machine and why not",
 }
 

@@ -20,6 +20,7 @@ gristmill serve MODEL              # HTTP server on port 8000
 gristmill generate MODEL -p "..."  # complete prompts in this process
 gristmill chat MODEL               # talk in the terminal (--url: to a running server)
 gristmill models                   # the catalogue
+gristmill simulate --trace FILE --profile PROFILE  # predict throughput and latency
 gristmill doctor                   # what works on this machine and why not
 ```
 
@@ -65,6 +66,14 @@ Exit codes: 0 well, 1 something failed (the sentence says what), 2 a wrong optio
 The log goes to stderr, one line per event, with control characters escaped; the `ready` line and generated text go to stdout.
 """
 
+# commands with options of their own, and which of the options above they take beside them
+_COMMANDS = {
+    "generate": " Beside the options above:",
+    "chat": " Beside the options above:",
+    "simulate": " Takes the scheduling and memory options above; `--calibrate` those of the computation too ([simulate.md](simulate.md)):",
+    "doctor": "",
+}
+
 
 def render() -> str:
     """The text of docs/cli.md."""
@@ -75,8 +84,7 @@ def render() -> str:
             if name != "model" and spec.metadata["group"] == group:
                 parts.append(_row(name))
     parts.append(_TAIL)
-    for command in ("generate", "chat", "doctor"):
-        beside = " Beside the options above:" if command != "doctor" else ""
+    for command, beside in _COMMANDS.items():
         parts.append(f"\n## gristmill {command}\n\n{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}.{beside}\n\n")
         parts.append("| option | meaning |\n| --- | --- |\n")
         parts.extend(_own_rows(command))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from gristmill.errors import OptionError
@@ -34,7 +36,34 @@ def sampling_from(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if "stop" in given:
         given["stop"] = [argument_text("--stop", text) for text in given["stop"]]
+    with option_errors():
+        _check(given)
     return given
+
+
+def _check(given: dict[str, Any]) -> None:
+    """What is wrong for every model is said before one is loaded; the engine checks the rest."""
+    from gristmill.tokenizer.validate import Limits, check_sampling, check_stops
+
+    check_stops(given.get("stop", ()))
+    any_model = Limits(vocab_size=1 << 31, context_length=1 << 62)
+    check_sampling(any_model, 1, **{name: value for name, value in given.items() if name != "stop"})
+
+
+@contextlib.contextmanager
+def option_errors() -> Iterator[None]:
+    """The engine's refusal of a field is, on the command line, that of the option which set it."""
+    from gristmill.tokenizer.validate import RequestError
+
+    try:
+        yield
+    except RequestError as error:
+        flags = {flag.lstrip("-").replace("-", "_"): flag for flag in ("-n", "--max-tokens", "--stop", *(flag for flag, _, _ in _FLAGS))}
+        name = error.param or ""
+        if name not in flags:
+            raise
+        text = str(error)
+        raise OptionError(flags[name] + text.removeprefix(name) if text.startswith(f"{name} ") else text) from error
 
 
 def with_max_tokens(sampling: dict[str, Any], default: int, n_prompt: int, context_length: int) -> dict[str, Any]:

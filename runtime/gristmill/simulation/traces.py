@@ -199,6 +199,8 @@ class _Record:
 def _object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {str(error)[:80]}") from None
     if not isinstance(value, dict):
