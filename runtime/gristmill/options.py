@@ -17,7 +17,8 @@ from gristmill.errors import OptionError
 
 ENV_PREFIX = "GRISTMILL_"
 # variables with our prefix that other parts read: the kernels package, the build of its wheels, our tests and checks
-_FOREIGN_ENV = ("GRISTMILL_KERNELS_", "GRISTMILL_PLATFORM", "GRISTMILL_TEST_", "GRISTMILL_CHECK")
+KERNELS_ENV = ("GRISTMILL_KERNELS_IMPL", "GRISTMILL_KERNELS_ISA", "GRISTMILL_KERNELS_STRICT")
+_FOREIGN_ENV = ("GRISTMILL_PLATFORM", "GRISTMILL_TEST_", "GRISTMILL_CHECK")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -100,6 +101,8 @@ class Options:
                 value = float(value)
                 object.__setattr__(self, spec.name, value)
             check_value(spec, value, flag(spec.name))
+        if 0 < self.pool_tokens < self.page_size:
+            raise OptionError(f"--pool-tokens {self.pool_tokens} is less than one page: --page-size is {self.page_size}")
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {spec.name: spec for spec in dataclasses.fields(Options)}
@@ -171,10 +174,11 @@ def from_environment(environ: Mapping[str, str], names: Iterable[str] = tuple(FI
         text = environ.get(env_name(name), "")
         if text != "":
             values[name] = parse_value(FIELDS[name], text, env_name(name))
-    known = [env_name(name) for name in FIELDS]
+    known = [*(env_name(name) for name in FIELDS), *KERNELS_ENV]
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and variable not in known and not variable.startswith(_FOREIGN_ENV):
-            warnings.append(f"environment variable {variable} is not an option of gristmill{suggestion(variable, known)}")
+            whom = "a variable of the kernels" if variable.startswith("GRISTMILL_KERNELS_") else "an option of gristmill"
+            warnings.append(f"environment variable {variable} is not {whom}{suggestion(variable, known)}")
     return values, warnings
 
 

@@ -12,7 +12,7 @@ from gristmill.cli.arguments import Parser, add_options, options_from
 from gristmill.cli.main import COMMANDS, main
 from gristmill.errors import OptionError
 from gristmill.launch_config import LaunchConfig
-from gristmill.options import FIELDS, Options, env_name, flag, make_options
+from gristmill.options import FIELDS, KERNELS_ENV, Options, env_name, flag, make_options
 
 
 def parse(*words: str, environ: dict[str, str] | None = None) -> Options:
@@ -112,6 +112,20 @@ def test_a_misspelt_variable_warns(name: str, capsys: pytest.CaptureFixture[str]
 def test_variables_of_the_kernels_do_not_warn(capsys: pytest.CaptureFixture[str]) -> None:
     parse("M", environ={"GRISTMILL_KERNELS_ISA": "avx2", "GRISTMILL_PLATFORM": "cpu", "HOME": "/"})
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", KERNELS_ENV)
+def test_a_misspelt_variable_of_the_kernels_warns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse("M", environ={name: "1"})
+    assert capsys.readouterr().err == ""
+    parse("M", environ={name + "S": "1"})
+    assert capsys.readouterr().err == f"warning: environment variable {name}S is not a variable of the kernels (did you mean {name}?)\n"
+
+
+def test_the_kernels_read_no_other_variables() -> None:
+    from gristmill_kernels import dispatch, loader
+
+    assert {dispatch.IMPL_VARIABLE, dispatch.STRICT_VARIABLE, loader.ISA_VARIABLE} == set(KERNELS_ENV)
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_default() -> None:
