@@ -9,13 +9,17 @@ from unittest.mock import patch
 
 import numpy as np
 
-from gristmill.memory.radix_cache import RadixCache
+from gristmill.errors import ProtocolError
+from gristmill.memory.radix_cache import Lease, RadixCache
 from gristmill.memory.req_table import ReqTable
+from gristmill.memory.slots import SlotError
 from gristmill.scheduler.admission import Admission
 from gristmill.scheduler.prefill import Prefill
 from gristmill.scheduler.request import Request, State
 from gristmill.scheduler.running import Running
 from gristmill.scheduler.scheduler import Scheduler
+from gristmill.scheduler.windows import Windows
+from tests.runtime.scheduler.fake_worker import FakeWorker
 
 Fault = tuple[type, str, Callable[[Any], Callable[..., Any]]]  # class, method, what replaces it (given the original)
 
@@ -84,7 +88,7 @@ def _drop_parked_results(park: Any) -> Any:
 
 
 def _one_token_too_many(start: Any) -> Any:
-    return lambda self, request, lease, cached, limit, writes: start(self, request, lease, cached, limit + 1, writes)
+    return lambda self, request, match, limit, writes: start(self, request, match, limit + 1, writes)
 
 
 def _forget_the_lock(acquire: Any) -> Any:
@@ -174,6 +178,109 @@ def _heed_eos_too_late(start: Any) -> Any:
     return faulty
 
 
+def _keep_counts(admit: Any) -> Any:
+    """A new request in a request slot is penalized for what the one before it generated."""
+
+    def faulty(self: FakeWorker, new: Any) -> Any:
+        before = self.sequences[new.req_slot].counts
+        sequence = admit(self, new)
+        for token, n in enumerate(before.generated):
+            sequence.counts.generated[token] += n
+        return sequence
+
+    return faulty
+
+
+def _output_is_prompt(announce: Any) -> Any:
+    def faulty(self: Prefill, request: Request, n_cached: int, new: list[Any]) -> None:
+        announce(self, request, n_cached, new)
+        new[-1].n_prompt = len(request.ids)
+
+    return faulty
+
+
+def _forget_output_on_preemption(release: Any) -> Any:
+    def faulty(self: Running, request: Request) -> None:
+        release(self, request)
+        if request.preempted:
+            request.ids = request.ids[: max(request.n_prompt, len(request.ids) - 1)]
+
+    return faulty
+
+
+def _wait_for_ever(waits: Any) -> Any:
+    """Who waited for a prefix once goes on waiting when nobody computes it any more."""
+    waiting: set[int] = set()
+
+    def faulty(self: Prefill, request: Request, *args: Any) -> bool:
+        if waits(self, request, *args):
+            waiting.add(id(request))
+        return id(request) in waiting
+
+    return faulty
+
+
+def _forget_the_lock_of_what_was_extended(move: Any) -> Any:
+    def faulty(self: RadixCache, lease: Lease, tree: Any, node: int, n_tokens: int) -> Lease:
+        tree.unlock(lease.node)
+        return Lease(tree, 0, n_tokens)
+
+    return faulty
+
+
+def _trim_what_is_planned(due: Any) -> Any:
+    """Lets window slots go by what is planned instead of by what was applied: steps in flight still read them."""
+
+    def faulty(self: Windows, rows: np.ndarray, kv_len: np.ndarray) -> Any:
+        return due(self, rows, self._table.kv[rows])
+
+    return faulty
+
+
+def _keep_adopted_window_slots(extend: Any) -> Any:
+    def faulty(self: RadixCache, *args: Any) -> Any:
+        lease, n_present, taken = extend(self, *args)
+        return lease, n_present, taken[:-1]
+
+    return faulty
+
+
+def _starve_decoding(plan: Any) -> Any:
+    def faulty(self: Scheduler) -> Any:
+        self._prefill_streak = 0
+        return plan(self)
+
+    return faulty
+
+
+def _start_new_prompts_first(go_on: Any) -> Any:
+    def faulty(self: Prefill, begun: Any, budget: int, rows: Any, writes: Any) -> int:
+        return budget if self._stats.sent_step % 4 else go_on(self, begun, budget, rows, writes)
+
+    return faulty
+
+
+def _leave_a_row_out(plan_decode: Any) -> Any:
+    def faulty(self: Scheduler, writes: Any) -> np.ndarray:
+        rows = plan_decode(self, writes)
+        return rows[1:] if len(rows) > 1 and self.stats.sent_step % 3 == 0 else rows
+
+    return faulty
+
+
+def _mask_all_alike(mask: Any) -> Any:
+    """Makes the bits of each masked row from those of the first."""
+
+    def faulty(self: Scheduler, step: Any) -> Any:
+        result = mask(self, step)
+        n = len(result.rows)
+        if n > 1:
+            result.bits = np.tile(result.bits[: result.bits.size // n], n)
+        return result
+
+    return faulty
+
+
 FAULTS: dict[str, Fault] = {
     "slots are released while steps in flight name them": (Running, "settle", _release_in_flight),
     "a live table entry is remapped to the tree's copy": (Running, "adopt", _remap_to_tree),
@@ -193,7 +300,21 @@ FAULTS: dict[str, Fault] = {
     "a request slot is lost": (ReqTable, "give", _keep_req_slot_busy),
     "requests start without room": (Admission, "missing", _always_fits),
     "the first EOS that may end a request is ignored": (Running, "start", _heed_eos_too_late),
+    "penalty counts are not reset": (FakeWorker, "admit", _keep_counts),
+    "a resumed request takes its output for prompt": (Prefill, "_announce", _output_is_prompt),
+    "a preempted request loses its newest token": (Running, "_release", _forget_output_on_preemption),
+    "a request that waits for a prefix is never tried again": (Prefill, "_waits_for_prefix", _wait_for_ever),
+    "a leaf that a request extended is not locked": (RadixCache, "_move", _forget_the_lock_of_what_was_extended),
+    "window slots are freed below what is planned": (Windows, "due", _trim_what_is_planned),
+    "a window slot that the tree adopted stays the request's": (RadixCache, "extend_window", _keep_adopted_window_slots),
+    "prompts starve those who decode": (Scheduler, "_plan", _starve_decoding),
+    "begun prompts are left out": (Prefill, "_continue", _start_new_prompts_first),
+    "a row with slots sits out": (Scheduler, "_plan_decode", _leave_a_row_out),
+    "all rows of a step get the mask of the first": (Scheduler, "mask", _mask_all_alike),
 }
+
+
+NOTICED = (AssertionError, SlotError, ProtocolError, ValueError, KeyError, IndexError)  # not what a fault raises that was badly planted
 
 
 @contextmanager

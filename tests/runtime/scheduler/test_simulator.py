@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.runtime.scheduler.faults import FAULTS, planted
+from tests.runtime.scheduler.faults import FAULTS, NOTICED, planted
 from tests.runtime.scheduler.simulator import run_schedule
 
 N_SCHEDULES = 1500
@@ -23,6 +23,8 @@ def test_random_schedules_keep_every_rule(block: int) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
     for happened in (
         "retractions",
+        "preemptions",
+        "prefix_waits",
         "cached_tokens",
         "chunks",
         "zombie_rows",
@@ -31,7 +33,11 @@ def test_random_schedules_keep_every_rule(block: int) -> None:
         "duplicates",
         "flushes",
         "stale prefixes kept over a flush",
-        "masked",
+        "masked rows",
+        "penalized",
+        "with a window pool",
+        "window slots freed below a live window",
+        "pauses",
         "scored prompts",
         "closed by stop",
         "closed by length",
@@ -52,6 +58,6 @@ def test_a_planted_fault_is_noticed(fault: str) -> None:
         for seed in range(400):
             try:
                 run_schedule(seed)
-            except Exception:
+            except NOTICED:
                 return
     pytest.fail(f"400 schedules did not notice that {fault}")
