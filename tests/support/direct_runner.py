@@ -42,7 +42,8 @@ class DirectRunner:
         with torch.inference_mode():
             self.runner = ModelRunner(path, Options(**settings))
         rng = np.random.default_rng(seed)
-        self._kv_slots = rng.permutation(self.runner.pool.slots).tolist()
+        pools = [self.runner.pool.slots, self.runner.pool.window_slots]
+        self._kv_slots = [rng.permutation(slots).tolist() for slots in pools if slots]
         self._req_slots = rng.permutation(self.runner.max_reqs).tolist()
         self.steps = 0
 
@@ -60,8 +61,9 @@ class DirectRunner:
                 )
             left = len(row.ids) - row.done
             n = min(left, chunk) if chunk else left
-            writes.append(Write(0, row.req_slot, row.done, n))
-            write_slots += [self._kv_slots.pop() for _ in range(n)]
+            for pool, free in enumerate(self._kv_slots):
+                writes.append(Write(pool, row.req_slot, row.done, n))
+                write_slots += [free.pop() for _ in range(n)]
             q_lens.append(n)
             kv_lens.append(row.done + n)
             emit.append(int(n == left))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from gristmill.attention.base import AttentionBackend, AttentionLayer
@@ -14,9 +15,13 @@ from gristmill.worker.kv_pool import KVPool
 from gristmill_kernels import attention as _kernels  # noqa: F401 (registers the implementations)
 from gristmill_kernels import dispatch
 
+# The kernels sum keys in chunks from the start of a row's list. Lists that start at a multiple of the chunk keep the chunks at the same
+# positions, so a row comes out the same bit for bit wherever its list starts: in a decode step, in a chunk, with a window pool or without.
+_LIST_ALIGN = 512
+
 
 class _Metadata(NamedTuple):
-    """CSR lists of the step: query offsets (extend only), KV offsets and KV slots per row.
+    """CSR lists of the step: query offsets (extend only), KV offsets and KV slots per row, and the slots of the step's own tokens.
 
     There is no decode plan: on the CPU threads take work items one by one, and the kernel lists the items itself faster than Python could.
     """
@@ -24,6 +29,7 @@ class _Metadata(NamedTuple):
     qo_indptr: torch.Tensor | None
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
+    out_slots: torch.Tensor
 
 
 @register("cpu")
@@ -53,35 +59,52 @@ class CpuBackend(AttentionBackend):
         )
 
     def prepare(self, batch: ForwardBatch, *, in_graph: bool = False) -> None:
-        rows = len(batch.host_kv_lens)
-        kv_indptr = torch.empty(rows + 1, dtype=torch.int32)
-        kv_indices = torch.empty(int(batch.host_kv_lens.sum()), dtype=torch.int32)
-        self._kv_indices(kv_indptr, kv_indices, batch.req_to_token, batch.req_slots, batch.kv_lens, None)
         qo_indptr = None
         if not batch.is_decode:
-            qo_indptr = torch.empty(rows + 1, dtype=torch.int32)
+            qo_indptr = torch.empty(len(batch.host_q_lens) + 1, dtype=torch.int32)
             self._qo_indptr(qo_indptr, batch.q_lens)
-        batch.attention = _Metadata(qo_indptr, kv_indptr, kv_indices)
+        full = self._lists(batch, qo_indptr, batch.req_to_token, batch.out_slots, None)
+        window = full
+        if batch.window_req_to_token is not None and batch.window_out_slots is not None:
+            assert self.config.sliding_window is not None
+            starts = batch.host_kv_lens - batch.host_q_lens - (self.config.sliding_window - 1)
+            starts = np.maximum(starts, 0) // _LIST_ALIGN * _LIST_ALIGN
+            window = self._lists(batch, qo_indptr, batch.window_req_to_token, batch.window_out_slots, starts)
+        batch.attention = (full, window)
+
+    def _lists(
+        self, batch: ForwardBatch, qo_indptr: torch.Tensor | None, table: torch.Tensor, out_slots: torch.Tensor, starts: np.ndarray | None
+    ) -> _Metadata:
+        """The slots of `table` from position `starts` of each row on (None: from 0)."""
+        counts = batch.host_kv_lens if starts is None else batch.host_kv_lens - starts
+        kv_indptr = torch.empty(len(counts) + 1, dtype=torch.int32)
+        kv_indices = torch.empty(int(counts.sum()), dtype=torch.int32)
+        first = None if starts is None else torch.from_numpy(starts)
+        self._kv_indices(kv_indptr, kv_indices, table, batch.req_slots, batch.kv_lens, first)
+        return _Metadata(qo_indptr, kv_indptr, kv_indices, out_slots)
+
+    def _store_own(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> _Metadata:
+        """Write the step's own keys and values to the layer's pool; returns the lists of that pool."""
+        meta: _Metadata = batch.attention[layer.window_left >= 0]
+        k_cache, v_cache = self.pool.layer(layer.layer_id)
+        self._store(k_cache, v_cache, k, v, meta.out_slots)
+        return meta
 
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
-        k_cache, v_cache = self.pool.layer(layer.layer_id)
-        meta: _Metadata = batch.attention
-        self._store(k_cache, v_cache, k, v, batch.out_slots)
+        meta = self._store_own(k, v, layer, batch)
         self._extend(
-            out, None, q, k_cache, v_cache, meta.qo_indptr, meta.kv_indptr, meta.kv_indices,
+            out, None, q, *self.pool.layer(layer.layer_id), meta.qo_indptr, meta.kv_indptr, meta.kv_indices,
             None, None, None, True, layer.sm_scale, 0.0, layer.window_left, 1.0, 1.0,
         )  # fmt: skip
 
     def forward_decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
-        k_cache, v_cache = self.pool.layer(layer.layer_id)
-        meta: _Metadata = batch.attention
-        self._store(k_cache, v_cache, k, v, batch.out_slots)
+        meta = self._store_own(k, v, layer, batch)
         self._decode(
-            out, None, q, k_cache, v_cache, meta.kv_indptr, meta.kv_indices,
+            out, None, q, *self.pool.layer(layer.layer_id), meta.kv_indptr, meta.kv_indices,
             None, None, None, layer.sm_scale, 0.0, layer.window_left, 1.0, 1.0,
         )  # fmt: skip
 

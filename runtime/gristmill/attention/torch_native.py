@@ -16,11 +16,12 @@ from gristmill.worker.batch import ForwardBatch
 
 
 class _Row(NamedTuple):
-    """Queries [start, end) of the batch, the request's KV slots, and the index of its first query among them."""
+    """Queries [start, end) of the batch, the KV slots of the request's positions from `low` on, and the position of its first query."""
 
     start: int
     end: int
     slots: torch.Tensor
+    low: int
     first: int
 
 
@@ -33,16 +34,26 @@ class TorchNativeBackend(AttentionBackend):
         return None
 
     def prepare(self, batch: ForwardBatch, *, in_graph: bool = False) -> None:
+        full = (self._rows(batch, batch.req_to_token, None), batch.out_slots.long())
+        window = full
+        if batch.window_req_to_token is not None and batch.window_out_slots is not None:
+            window = (self._rows(batch, batch.window_req_to_token, self.config.sliding_window), batch.window_out_slots.long())
+        batch.attention = (full, window)
+
+    @staticmethod
+    def _rows(batch: ForwardBatch, table: torch.Tensor, window: int | None) -> list[_Row]:
         rows, start = [], 0
         for slot, q_len, kv_len in zip(batch.req_slots.tolist(), batch.host_q_lens.tolist(), batch.host_kv_lens.tolist(), strict=True):
-            rows.append(_Row(start, start + q_len, batch.req_to_token[slot, :kv_len].long(), kv_len - q_len))
+            first = kv_len - q_len
+            low = 0 if window is None else max(0, first - window + 1)
+            rows.append(_Row(start, start + q_len, table[slot, low:kv_len].long(), low, first))
             start += q_len
-        batch.attention = (rows, batch.out_slots.long())
+        return rows
 
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
-        rows, out_slots = batch.attention
+        rows, out_slots = batch.attention[layer.window_left >= 0]
         k_cache, v_cache = self.pool.layer(layer.layer_id)
         k_cache[out_slots], v_cache[out_slots] = k, v
         for row in rows:
@@ -64,6 +75,6 @@ class TorchNativeBackend(AttentionBackend):
         if n_queries == 1 and (window_left < 0 or n_keys <= window_left + 1):
             return None
         query = torch.arange(row.first, row.first + n_queries)[:, None]
-        key = torch.arange(n_keys)[None]
+        key = torch.arange(row.low, row.low + n_keys)[None]
         mask = key <= query
         return mask if window_left < 0 else mask & (key >= query - window_left)

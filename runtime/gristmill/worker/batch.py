@@ -14,7 +14,9 @@ class ForwardBatch:
     """Row r is request req_slots[r] at positions [kv_lens[r] - q_lens[r], kv_lens[r]); tokens of all rows lie one after another.
 
     Tensors are int32 on the model's device; the `host_` arrays hold the same numbers for planning. `req_to_token[slot, p]` is the KV slot
-    of position p. `out_slots` are the KV slots of this batch's own tokens. `attention` is filled by AttentionBackend.prepare.
+    of position p. `out_slots` are the KV slots of this batch's own tokens. The `window_` tensors are the same for the pool of the
+    sliding-window layers, None where they share the full pool; what lies below the window is stale there. `attention` is filled by
+    AttentionBackend.prepare.
     """
 
     step: int
@@ -29,4 +31,6 @@ class ForwardBatch:
     req_to_token: torch.Tensor
     host_q_lens: np.ndarray
     host_kv_lens: np.ndarray
+    window_out_slots: torch.Tensor | None = None
+    window_req_to_token: torch.Tensor | None = None
     attention: Any = None

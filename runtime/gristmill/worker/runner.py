@@ -22,7 +22,7 @@ from gristmill.options import Options
 from gristmill.sampling import pipeline
 from gristmill.sampling.state import SamplingState
 from gristmill.trace import NULL_TRACER, NullTracer
-from gristmill.worker.kv_pool import KVPool, bytes_per_token, pool_slots
+from gristmill.worker.kv_pool import KVPool, bytes_per_token, pool_sizes
 from gristmill.worker.logprobs import RawLogprobs, prompt_block, prompt_positions
 from gristmill.worker.tables import RequestTables
 from gristmill.worker.work import work_of
@@ -63,17 +63,19 @@ class ModelRunner:
         self.model = build_model(self.config, ops, self.dtype, self.max_context)
         load_weights(self.model, model_path, progress)
         loaded = time.monotonic()
-        slots = pool_slots(
+        sizes = pool_sizes(
             self.config,
             self.dtype,
             pool_tokens=options.pool_tokens,
             memory_fraction=options.kv_memory_fraction,
             page_size=options.page_size,
-            most_useful=self.max_reqs * self.max_context,
+            max_reqs=self.max_reqs,
+            max_context=self.max_context,
+            chunk_tokens=options.chunk_tokens or options.max_prefill_tokens,
         )
-        self.pool = KVPool(self.config, slots, options.page_size, self.dtype)
+        self.pool = KVPool(self.config, sizes, options.page_size, self.dtype)
         self.backend = backend_class(self.config, self.pool)
-        self.tables = RequestTables(self.max_reqs, self.max_context)
+        self.tables = RequestTables(self.max_reqs, self.max_context, n_pools=2 if sizes.window else 1)
         self.sampling = SamplingState(self.max_reqs, self.config.vocab_size)
         self.caps: dict[str, Any] = {
             "architecture": self.config.architecture,
@@ -88,19 +90,23 @@ class ModelRunner:
             "load_s": round(loaded - started, 3),
         }
         log.info(
-            "loaded %s in %.1f s: %s, %s, attention %s, %d threads, %d token slots (%.0f MiB)",
+            "loaded %s in %.1f s: %s, %s, attention %s, %d threads, %d token slots%s (%.0f MiB)",
             Path(model_path).name,
             loaded - started,
             self.config.architecture,
             self.caps["dtype"],
             self.caps["attention_backend"],
             self.caps["threads"],
-            slots,
-            slots * self.caps["kv_bytes_per_token"] / 2**20,
+            sizes.full,
+            f" and {sizes.window} of sliding-window layers" if sizes.window else "",
+            self.pool.nbytes / 2**20,
         )
 
     def ready(self, rank: int) -> Ready:
         pools = [Pool("full", self.pool.slots, self.pool.page_size)]
+        if self.pool.window_slots:
+            assert self.config.sliding_window is not None
+            pools.append(Pool("window", self.pool.window_slots, self.pool.page_size, self.config.sliding_window))
         return Ready(rank=rank, pools=pools, max_reqs=self.max_reqs, max_context=self.max_context, caps=self.caps)
 
     def forward(self, step: Step) -> Forwarded:

@@ -13,14 +13,29 @@ from gristmill.attention.torch_native import TorchNativeBackend
 from gristmill.errors import ModelError, OptionError
 from gristmill.loading.config import load_config
 from gristmill.options import Options
-from gristmill.worker.kv_pool import bytes_per_token, pool_slots
+from gristmill.worker.kv_pool import KVPool, PoolSizes, bytes_per_token, pool_sizes
 from gristmill.worker.runner import context_limit, resolve_dtype
 from tests.support.direct_runner import DirectRunner
 
 
+def sizes(config, **changes) -> PoolSizes:
+    settings = {
+        "pool_tokens": 0,
+        "memory_fraction": 0.5,
+        "page_size": 1,
+        "max_reqs": 10**6,
+        "max_context": 512,
+        "chunk_tokens": 64,
+        "available_bytes": 10**6,
+        **changes,
+    }
+    return pool_sizes(config, torch.float32, **settings)
+
+
 def slots(config, **changes) -> int:
-    settings = {"pool_tokens": 0, "memory_fraction": 0.5, "page_size": 1, "most_useful": 10**9, "available_bytes": 10**6, **changes}
-    return pool_slots(config, torch.float32, **settings)
+    full, window = sizes(config, **changes)
+    assert window == 0
+    return full
 
 
 def test_pool_size(model_dir):
@@ -28,8 +43,8 @@ def test_pool_size(model_dir):
     assert bytes_per_token(config, torch.float32) == 2 * 2 * 2 * 16 * 4
     assert slots(config) == 500_000 // 512
     assert slots(config, page_size=16) == 500_000 // 512 // 16 * 16
-    assert slots(config, most_useful=100) == 100
-    assert slots(config, most_useful=100, page_size=16) == 112, "whole pages that hold all that can be used"
+    assert slots(config, max_reqs=2, max_context=50) == 100
+    assert slots(config, max_reqs=2, max_context=50, page_size=16) == 112, "whole pages that hold all that can be used"
     assert slots(config, pool_tokens=77) == 77
     assert slots(config, pool_tokens=77, page_size=16) == 64
 
@@ -42,6 +57,25 @@ def test_pool_that_does_not_fit(model_dir):
         slots(config, pool_tokens=8, page_size=16)
     with pytest.raises(ModelError, match="no memory is left for keys and values"):
         slots(config, available_bytes=100)
+
+
+def test_a_window_pool_is_as_large_as_the_windows_of_all_requests(model_dir):
+    config = replace(load_config(model_dir), num_layers=4, sliding_window=32, first_window_layer=1)
+    layer = 2 * 2 * 16 * 4
+    full, window = sizes(config, max_reqs=4, available_bytes=10**7)
+    assert window == (4 * (32 + 192 + 4) + 2 * 64) * 5 // 4
+    assert full == (5 * 10**6 - window * 3 * layer) // layer if full < 4 * 512 else full == 4 * 512
+    assert KVPool(config, PoolSizes(full, window), 1, torch.float32).nbytes == (full + 3 * window) * layer
+    scarce = sizes(config, max_reqs=4, available_bytes=10**6)
+    assert 0 < scarce.window <= max(scarce.full, 32 + 192 + 6)
+    assert (scarce.full + 3 * scarce.window) * layer <= 5 * 10**5
+    given = sizes(config, max_reqs=4, pool_tokens=600, available_bytes=10**7, page_size=8)
+    assert given == PoolSizes(600, 600)
+    assert sizes(replace(config, first_window_layer=4)).window == 0, "no layer has a window"
+    assert sizes(config, max_context=32).window == 0, "a window that nobody outgrows"
+    assert sizes(replace(config, first_window_layer=0), max_reqs=4, available_bytes=10**7).full == 4 * 512, (
+        "without a full layer it costs nothing"
+    )
 
 
 def test_context_limit(model_dir):
