@@ -181,6 +181,7 @@ class RadixTree {
   Node& node_of(int64_t id) const;
 
   Position descend(Node* root, Tokens ids);
+  static void require_slots(Tokens slots, const char* name);
   Position adopt(Tokens ids, Tokens slots, const std::string& extra_key, int64_t priority);
   Node* new_node(Node* parent, Tokens tokens, Tokens slots);
   Node* split(Node* lower, int64_t length);

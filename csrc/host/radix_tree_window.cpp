@@ -47,10 +47,7 @@ RadixTree::WindowInsertion RadixTree::insert_window(Tokens ids, Tokens slots, in
     throw std::invalid_argument("window_slots must have one entry per id from window_start on: got " +
                                 std::to_string(window_slots.size()) + " for " + std::to_string(num_ids - window_start));
   }
-  for (const int32_t slot : window_slots) {
-    if (slot < 0) throw std::invalid_argument("window_slots must not be negative, got " + std::to_string(slot));
-  }
-
+  require_slots(window_slots, "window_slots");
   const auto [end, present] = adopt(ids, slots, extra_key, priority);
   if (end == nullptr) return {kRootId, present, {}};
   WindowInsertion done{end->id, present, {}};

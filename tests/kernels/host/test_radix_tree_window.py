@@ -275,7 +275,7 @@ def test_a_plain_match_does_not_keep_window_slots() -> None:
         (lambda tree, node: tree.insert_window([1, 2], [0, 1], 1, [5]), "window_start must be a multiple of the page size 2 from 0 to 2"),
         (lambda tree, node: tree.insert_window([1, 2], [0, 1], 4, []), "window_start must be a multiple of the page size 2 from 0 to 2"),
         (lambda tree, node: tree.insert_window([1, 2], [0, 1], 0, [5]), "one entry per id from window_start on: got 1 for 2"),
-        (lambda tree, node: tree.insert_window([1, 2], [0, 1], 0, [5, -5]), "window_slots must not be negative, got -5"),
+        (lambda tree, node: tree.insert_window([1, 2], [0, 1], 0, [5, -5]), "window_slots must not be negative, got -5 at position 1"),
         (lambda tree, node: tree.lock_window(node, 3, 8), "multiples of the page size 2 with 0 <= start <= end <= 8, got 3 and 8"),
         (lambda tree, node: tree.lock_window(node, 4, 10), "multiples of the page size 2 with 0 <= start <= end <= 8, got 4 and 10"),
         (lambda tree, node: tree.unlock_window(node, 4, 2), "multiples of the page size 2 with 0 <= start <= end <= 8, got 4 and 2"),
