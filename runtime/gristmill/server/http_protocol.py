@@ -40,6 +40,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_headers, self._header_bytes, self._ended_message = True, 0, True
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # not one that was pipelined behind it
+            self.cycle.body = bytearray()  # of a request that was refused unread; an idle connection is not to hold it
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_reader(self.transport.get_write_buffer_size())
