@@ -19,6 +19,10 @@ _GAUGES = {
     "pool_free": ("gristmill_pool_free_tokens", "Token slots that hold nothing"),
     "pool_evictable": ("gristmill_pool_evictable_tokens", "Token slots of cached prefixes that nobody uses"),
     "pool_locked": ("gristmill_pool_locked_tokens", "Token slots of requests"),
+    "window_total": ("gristmill_window_pool_tokens", "Token slots of the pool of sliding-window layers, 0 without one"),
+    "window_free": ("gristmill_window_pool_free_tokens", "Of those, slots that hold nothing"),
+    "window_evictable": ("gristmill_window_pool_evictable_tokens", "Of those, slots of cached prefixes that nobody uses"),
+    "window_locked": ("gristmill_window_pool_locked_tokens", "Of those, slots of requests"),
     "age_s": ("gristmill_oldest_step_seconds", "Age of the oldest step that was sent and not answered"),
 }
 _COUNTERS = {
@@ -26,6 +30,8 @@ _COUNTERS = {
     "cached_tokens": ("gristmill_cached_tokens", "Prompt tokens found in the prefix cache"),
     "output_tokens": ("gristmill_output_tokens", "Generated tokens"),
     "retractions": ("gristmill_retractions", "Choices put back for lack of token slots"),
+    "preemptions": ("gristmill_preemptions", "Choices put back for one of higher priority"),
+    "prefix_waits": ("gristmill_prefix_waits", "Admissions put off because the prompt's prefix was just being computed"),
     "aborts": ("gristmill_aborts", "Choices aborted"),
     "chunks": ("gristmill_prompt_chunks", "Prompt chunks computed"),
     "zombie_rows": ("gristmill_zombie_rows", "Rows computed for requests that had ended"),
