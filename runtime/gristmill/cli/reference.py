@@ -39,8 +39,8 @@ The first of these that fits:
 ## Options
 
 Each option has an environment variable; the command line wins over the environment, and that over the default. An empty variable counts
-as unset, a value of a wrong type ends the command, and a variable that begins with `GRISTMILL_` and is no option warns
-(`GRISTMILL_KERNELS_*` belong to the kernels).
+as unset, a value of a wrong type ends the command, and a variable that begins with `GRISTMILL_` and is neither an option nor one of the
+kernels' (`GRISTMILL_KERNELS_ISA`, `_IMPL`, `_STRICT`) warns.
 `gristmill.Engine(model, **options)` takes the same names with `_` (it does not read the environment).
 
 | option | default | variable | meaning |
@@ -58,8 +58,9 @@ Options marked ° belong to `serve` alone.
 - SIGTERM or Ctrl-C: no new requests, open ones finish for up to `--drain-s` seconds, exit code 0 (130 after Ctrl-C). A second signal
   ends at once.
 - A child process that ends takes the server with it: open requests get an error, one sentence says which child and why, exit code 1.
-- However the server's own process ends, kill -9 included, no child and no socket is left (killing all its processes at once leaves an empty
-  directory of sockets in the temporary directory).
+- A child that hangs is noticed after `--watchdog-s` seconds: the stacks of all processes are logged, then the same end.
+- However the server's own process ends, kill -9 included, no child and no socket is left (killing all its processes at once leaves a
+  directory of sockets in the temporary directory, which the next start removes). More in [operations.md](operations.md).
 
 Exit codes: 0 well, 1 something failed (the sentence says what), 2 a wrong option, 128 + n ended by signal n.
 
