@@ -39,6 +39,7 @@ def serve(options: Options, sockets: list[socket.socket]) -> int:
         GristmillError: what could not be started, or why a child process ended.
     """
     start = time.monotonic()
+    watchdog.dump_on_signal()
     _allow_many_connections()
     prepared = prepare(options)
     early_signals.remember()
@@ -112,9 +113,7 @@ class _Server:
             )
         )
         http_task = asyncio.create_task(http.serve(self.sockets), name="http")
-        # a signal from a person: this process writes its stacks even while it hangs, then asks its children for theirs
-        loop.add_signal_handler(watchdog.STACK_SIGNAL, supervisor.ask_for_stacks)
-        watchdog.dump_on_signal(chain=True)
+        watchdog.dump_on_signal(loop, supervisor.ask_for_stacks)
         ready_task = asyncio.create_task(self._announce(manager, supervisor))
         watch_task = asyncio.create_task(self._watch(manager, supervisor))
         signal_task = asyncio.create_task(signals.get())

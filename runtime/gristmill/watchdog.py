@@ -8,6 +8,7 @@ exclusive control operation, which runs while nothing is in flight) or of anybod
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import re
 import signal
@@ -95,13 +96,14 @@ async def watch(seen: Callable[[], Seen], limit_s: float) -> Hang:
             return hang
 
 
-def dump_on_signal(chain: bool = False) -> None:
-    """From now on STACK_SIGNAL writes the Python stack of every thread of this process to stderr, even while native code runs; with
-    `chain` the handler that was there before runs as well."""
-    try:
-        faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True, chain=chain)
-    except (ValueError, OSError):  # a stderr without a descriptor
-        return
+def dump_on_signal(loop: asyncio.AbstractEventLoop | None = None, then: Callable[[], None] = lambda: None) -> None:
+    """From now on STACK_SIGNAL writes the Python stack of every thread of this process to stderr, even while native code runs; after
+    that `loop`, when it is alive, runs `then`."""
+    faulthandler.unregister(STACK_SIGNAL)  # it keeps the handler before it, which must be that of the loop
+    if loop is not None:
+        loop.add_signal_handler(STACK_SIGNAL, then)
+    with contextlib.suppress(ValueError, OSError):  # a stderr without a descriptor
+        faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True, chain=loop is not None)
 
 
 def is_stack_line(line: str) -> bool:
