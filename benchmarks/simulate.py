@@ -1,13 +1,13 @@
 """How well the simulator predicts this machine: calibrate on one set of requests, then compare prediction and reality on others.
 
-    python benchmarks/simulate.py [--model smollm2-135m] [--dtype bfloat16] [--threads 1] [--loads 0.5,0.8] [--seeds 1,2] [--seconds 75]
+    python benchmarks/simulate.py [--model smollm2-135m] [--dtype bfloat16] [--threads 1] [--loads 0.5,0.8] [--seeds 1,2,3] [--seconds 25]
                                   [--trace FILE --length-scale 8] [--out benchmarks/results]
 
 One engine runs everything: a round of calibration, a held-out trace (open loop), a round of calibration, the next trace, and so on. The
-prediction for a trace uses the rounds right before and after it and nothing of the trace's own run, so a machine that becomes slower over
-minutes disturbs both alike. Held-out traces are random (Poisson arrivals, log-normal lengths, half of the prompts behind one of four shared
-prefixes), or taken from FILE with its lengths divided. Their rate is a share (--loads) of the throughput that a short first calibration
-predicts for all requests at once.
+prediction for a trace uses the rounds right before and after it and nothing of the trace's own run, so a machine that becomes slower
+disturbs both alike. The bars are for the traces of all seeds of a load together; single ones are reported too. Held-out traces are
+random (Poisson arrivals, log-normal lengths, half of the prompts behind one of four shared prefixes), or taken from FILE with its
+lengths divided. Their rate is a share (--loads) of the throughput that a short first calibration predicts for all requests at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gristmill.options import Options
 from gristmill.simulation.calibrate import MeasuredRun, calibrate, fit_profile, phases, read_run, run_phase, traced_engine
 from gristmill.simulation.profile import Profile
 from gristmill.simulation.replay import replay
-from gristmill.simulation.report import summarize
+from gristmill.simulation.report import Record, summarize
 from gristmill.simulation.simulator import simulate
 from gristmill.simulation.traces import TraceRequest, read_trace, rescale
 
@@ -39,6 +39,18 @@ ROUND_PHASES = 16  # of `phases`; about one of each design
 # what is compared, and how far it may be off
 BARS = {"output_tokens_per_s": 0.15, "tpot_s mean": 0.15, "ttft_s p90": 0.25}
 ALSO = ("total_tokens_per_s", "cache_hit_rate", "tpot_s p90", "ttft_s mean", "ttft_s p50", "e2e_s mean", "e2e_s p90")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """A held-out trace as it really ran."""
+
+    load: float
+    seed: int
+    requests: list[TraceRequest]
+    records: list[Record]
+    steps: range
+    load_average: tuple[float, float]
 
 
 def random_trace(n: int, seed: int) -> list[TraceRequest]:
@@ -68,15 +80,26 @@ def from_file(path: Path, n: int, seed: int, scale: int) -> list[TraceRequest]:
     return scaled
 
 
+def together(parts: Sequence[Sequence[Record]]) -> list[Record]:
+    """The records of several runs as if one had come after the other."""
+    records: list[Record] = []
+    start = 0.0
+    for part in parts:
+        records += [dataclasses.replace(r, t_arrival=r.t_arrival + start, t_first=r.t_first + start, t_last=r.t_last + start) for r in part]
+        start = max(record.t_last for record in records)
+    return records
+
+
 def value(summary: dict[str, Any], name: str) -> float:
     key, _, part = name.partition(" ")
     return summary[key][part] if part else summary[key]
 
 
-def compare(measured: dict[str, Any], predicted: dict[str, Any]) -> dict[str, dict[str, float]]:
+def compare(measured: Sequence[Record], predicted: Sequence[Record]) -> dict[str, dict[str, float]]:
+    real_summary, guess_summary = summarize(measured), summarize(predicted)
     rows = {}
     for name in (*BARS, *ALSO):
-        real, guess = value(measured, name), value(predicted, name)
+        real, guess = value(real_summary, name), value(guess_summary, name)
         rows[name] = {"measured": round(real, 5), "predicted": round(guess, 5), "error": round(guess / real - 1, 4) if real else 0.0}
     return rows
 
@@ -93,8 +116,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--loads", default="0.5,0.8")
-    parser.add_argument("--seeds", default="1,2")
-    parser.add_argument("--seconds", type=float, default=75.0, help="about how long each held-out run takes")
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--seconds", type=float, default=25.0, help="about how long each held-out trace takes")
     parser.add_argument("--trace", type=Path, help="held-out requests from this file")
     parser.add_argument("--length-scale", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -119,7 +142,7 @@ def main() -> None:
     print(f"{first.model} on {first.hardware}: about {capacity:.2f} requests/s at most", flush=True)
 
     cases = [(float(load), int(seed)) for seed in arguments.seeds.split(",") for load in arguments.loads.split(",")]
-    runs: list[dict[str, Any]] = []
+    runs: list[Run] = []
     rounds: list[range] = []
     with traced_engine(options) as (engine, trace):
         stats = engine.stats
@@ -140,48 +163,47 @@ def main() -> None:
             start = engine.stats.sent_step + 1
             before = os.getloadavg()[0]
             records = engine.run_on_manager(lambda manager, requests=requests: replay(manager, requests))
-            runs.append(
-                {
-                    "load": load,
-                    "seed": seed,
-                    "rate": rate,
-                    "requests": requests,
-                    "measured": summarize(records),
-                    "steps": range(start, engine.stats.sent_step + 1),
-                    "load_average": (round(before, 2), round(os.getloadavg()[0], 2)),
-                }
-            )
-            print(f"  ran load {load}, seed {seed}: {runs[-1]['measured']['duration_s']:.0f} s", flush=True)
+            steps = range(start, engine.stats.sent_step + 1)
+            runs.append(Run(load, seed, requests, records, steps, (round(before, 2), round(os.getloadavg()[0], 2))))
+            print(f"  ran load {load}, seed {seed}: {max(record.t_last for record in records):.0f} s", flush=True)
             round_of_calibration()
-    run = read_run(trace())
+    measured = read_run(trace())
 
-    results = []
+    details = []
+    predicted: dict[Run, list[Record]] = {}
     for number, case in enumerate(runs):
-        profile = fit_profile(run, {*rounds[number], *rounds[number + 1]}, stats, options)
-        rows = compare(case["measured"], simulate(case["requests"], profile, options).summary())
-        error = step_error(run, case["steps"], profile)
-        drift = step_error(run, rounds[number], profile), step_error(run, rounds[number + 1], profile)
-        met = all(abs(rows[name]["error"]) <= bar for name, bar in BARS.items())
-        what = f"load {case['load']}, seed {case['seed']}, {len(case['requests'])} requests at {case['rate']:.2f}/s"
-        print(f"{what}: {'met' if met else 'MISSED'}; load average {case['load_average']}")
-        for name, row in rows.items():
-            bar = f"  (bar {BARS[name]:.0%})" if name in BARS else ""
-            print(f"  {name:22s} measured {row['measured']:10.4f}  predicted {row['predicted']:10.4f}  {row['error']:+7.1%}{bar}")
-        print(f"  step times {error:+.1%}; in the calibration before {drift[0]:+.1%}, after {drift[1]:+.1%}")
-        results.append(
+        profile = fit_profile(measured, {*rounds[number], *rounds[number + 1]}, stats, options)
+        predicted[case] = simulate(case.requests, profile, options).records
+        details.append(
             {
-                "load": case["load"],
-                "seed": case["seed"],
-                "requests": len(case["requests"]),
-                "requests_per_s": round(case["rate"], 4),
-                "compared": rows,
-                "met": met,
-                "step_time_error": round(error, 4),
-                "calibration_drift": [round(part, 4) for part in drift],
-                "load_average": case["load_average"],
+                "load": case.load,
+                "seed": case.seed,
+                "requests": len(case.requests),
+                "compared": compare(case.records, predicted[case]),
+                "step_time_error": round(step_error(measured, case.steps, profile), 4),
+                "calibration_drift": [round(step_error(measured, part, profile), 4) for part in rounds[number : number + 2]],
+                "load_average": case.load_average,
                 "profile": json.loads(profile.to_json()),
             }
         )
+    results = []
+    for load in dict.fromkeys(case.load for case in runs):
+        chosen = [case for case in runs if case.load == load]
+        rows = compare(together([case.records for case in chosen]), together([predicted[case] for case in chosen]))
+        met = all(abs(rows[name]["error"]) <= bar for name, bar in BARS.items())
+        results.append({"load": load, "requests_per_s": round(load * capacity, 4), "compared": rows, "met": met})
+        print(
+            f"load {load}, {sum(len(case.requests) for case in chosen)} requests at {load * capacity:.2f}/s: {'met' if met else 'MISSED'}"
+        )
+        for name, row in rows.items():
+            bar = f"  (bar {BARS[name]:.0%})" if name in BARS else ""
+            print(f"  {name:22s} measured {row['measured']:10.4f}  predicted {row['predicted']:10.4f}  {row['error']:+7.1%}{bar}")
+        for detail in details:
+            if detail["load"] == load:
+                errors = ", ".join(f"{name} {detail['compared'][name]['error']:+.1%}" for name in BARS)
+                before, after = detail["calibration_drift"]
+                print(f"    seed {detail['seed']}: {errors}; step times {detail['step_time_error']:+.1%}", end="")
+                print(f" (calibration before {before:+.1%}, after {after:+.1%}), load average {detail['load_average']}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     report = {
         "benchmark": "simulate",
@@ -195,6 +217,7 @@ def main() -> None:
         "met": sum(result["met"] for result in results),
         "of": len(results),
         "results": results,
+        "traces": details,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"simulate-{report['date']}.json"

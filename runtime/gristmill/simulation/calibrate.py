@@ -192,7 +192,7 @@ def fit_profile(run: MeasuredRun, numbers: Collection[int], stats: Stats, option
 
 
 def host_cost(run: MeasuredRun, numbers: Collection[int]) -> HostCost:
-    """Medians over the moments that show one cost alone: an idle worker's step, a busy worker's next step, a submit to an idle engine."""
+    """From the moments that show one cost alone: an idle worker's step, a busy worker's next step, a submit to an idle engine."""
     plans, applies, edges, gaps, submits, delivers = [], [], [], [], [], []
     pairs = [(before, step) for before, step in itertools.pairwise(run.steps) if step.step in numbers and before.step == step.step - 1]
     for before, step in pairs:
@@ -210,11 +210,13 @@ def host_cost(run: MeasuredRun, numbers: Collection[int]) -> HostCost:
         text = bisect_left(run.texts, step.apply_end)
         if text < len(run.texts):
             delivers.append(run.texts[text] - step.apply_end)
-    return HostCost(*(_median(values) for values in (submits, plans, applies, edges, gaps, delivers)))
+    return HostCost(*(_usual(values) for values in (submits, plans, applies, edges, gaps, delivers)))
 
 
-def _median(values: Sequence[float]) -> float:
-    return max(0.0, float(np.median(values))) if values else 0.0
+def _usual(values: Sequence[float]) -> float:
+    """The mean without the largest twentieth: these times add up along the pipeline, but one may have waited for something else."""
+    kept = sorted(values)[: -(-len(values) * 19 // 20)]
+    return max(0.0, float(np.mean(kept))) if kept else 0.0
 
 
 def _cpu_name() -> str:

@@ -85,7 +85,7 @@ def test_host_costs_are_read_off_a_trace():
     events = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for pid, name in labels]
     for number, plan, forward, recv, applied, text in (
         (1, (0, 20), (50, 500), (30, 560), 570, 600),
-        (2, (1100, 1120), (1150, 1900), (1160, 1960), 1970, 2000),
+        (2, (1100, 1120), (1180, 1900), (1160, 1960), 1970, 2000),
         (3, (1130, 1150), (1905, 2800), (1980, 2860), 2870, 2900),
     ):
         events += [event(2, "plan", *plan, step=number), event(3, "forward", *forward, step=number, **work)]
