@@ -97,6 +97,16 @@ def test_a_full_pool_retracts():
     assert max(sample["locked"] for sample in result.pool) <= 50
 
 
+def test_a_higher_priority_preempts():
+    """One place: B comes at 2.5 with a priority that beats A's by the threshold, runs first, and A ends as if it had only waited."""
+    trace = [request(0, 5, 6), request(2.5, 6, 2, priority=20)]
+    result = simulate(trace, profile(), options(max_running=1, preempt_threshold=10))
+    assert result.counters["preemptions"] == 1
+    first, second = result.records
+    assert second.t_last < first.t_last
+    assert (first.output_tokens, second.output_tokens) == (6, 2)
+
+
 def test_what_is_refused_is_counted():
     result = simulate([request(0, 600, 1), request(0, 5, 1)], profile(), options())
     summary = result.summary()
