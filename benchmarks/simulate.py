@@ -136,7 +136,7 @@ def main() -> None:
     def held_out(n: int, seed: int) -> list[TraceRequest]:
         return from_file(arguments.trace, n, seed, arguments.length_scale) if arguments.trace else random_trace(n, seed)
 
-    first = calibrate(options, 15.0)
+    first = calibrate(options, 40.0)
     burst = [dataclasses.replace(request, t=0.0) for request in held_out(64, 0)]
     capacity = 64 / simulate(burst, first, options).summary()["duration_s"]
     print(f"{first.model} on {first.hardware}: about {capacity:.2f} requests/s at most", flush=True)
