@@ -51,7 +51,7 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
     "overlap": [{"overlap": flag} for flag in (True, False)],
     "radix_cache": [{"radix_cache": flag} for flag in (True, False)],
     "policy": [{"policy": name} for name in ("fcfs", "lpm", "dfs-weight", "shortest-prefill", "hrrn")],
-    "preempt_threshold": [{"pool_tokens": 30_000, "preempt_threshold": n} for n in (0, 10)],
+    "preempt_threshold": [{"max_running": 16, "preempt_threshold": n} for n in (0, 10)],
     "eviction_policy": [{"eviction_policy": name} for name in ("lru", "lfu", "fifo", "priority", "slru")],
 }
 
@@ -87,7 +87,7 @@ def measure(requests: list[TraceRequest], profile: Profile, changes: dict[str, A
         "ttft_p50_s": summary["ttft_s"]["p50"],
         "ttft_p90_s": summary["ttft_s"]["p90"],
         "ttft_p99_s": summary["ttft_s"]["p99"],
-        "urgent_ttft_p90_s": float(np.quantile(urgent, 0.9)),
+        "urgent_ttft_most_s": float(np.max(urgent)),
         "tpot_mean_ms": 1e3 * summary["tpot_s"]["mean"],
         "tpot_p99_ms": 1e3 * summary["tpot_s"]["p99"],
         "cache_hit_rate": summary["cache_hit_rate"],
@@ -99,7 +99,7 @@ def measure(requests: list[TraceRequest], profile: Profile, changes: dict[str, A
 def row(label: str, m: dict[str, float]) -> str:
     return (
         f"| {label} | {m['output_tokens_per_s']:.0f} | {m['ttft_p50_s']:.2f} / {m['ttft_p90_s']:.2f} / {m['ttft_p99_s']:.1f} "
-        f"| {m['urgent_ttft_p90_s']:.2f} | {m['tpot_mean_ms']:.1f} / {m['tpot_p99_ms']:.0f} | {m['cache_hit_rate']:.1%} "
+        f"| {m['urgent_ttft_most_s']:.2f} | {m['tpot_mean_ms']:.1f} / {m['tpot_p99_ms']:.0f} | {m['cache_hit_rate']:.1%} "
         f"| {m['retractions']:.0f} | {m['preemptions']:.0f} |"
     )
 
@@ -116,7 +116,7 @@ def main() -> None:
     requests = rescale(workload(args.conversations, seed=1), rate=args.rate)
     print(f"{profile.model} on {profile.hardware}: {len(requests)} requests at {args.rate:g} per second")
     print(
-        "| setting | output tokens/s | TTFT p50 / p90 / p99 s | urgent TTFT p90 s | TPOT mean / p99 ms | cached | retracted | preempted |"
+        "| setting | output tokens/s | TTFT p50 / p90 / p99 s | urgent TTFT most s | TPOT mean / p99 ms | cached | retracted | preempted |"
     )
     print("|---|---|---|---|---|---|---|---|")
     results: dict[str, dict[str, float]] = {}
