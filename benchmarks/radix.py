@@ -271,7 +271,7 @@ def load_sglang(directory: Path) -> tuple[ModuleType, str]:
         module = sys.modules[f"sglang.srt.{name}"] = ModuleType(f"sglang.srt.{name}")
         for member in members:
             setattr(module, member, type(member, (), {}))
-    versions = [path.name.split("-")[1].removesuffix(".dist-info") for path in directory.glob("sglang-*.dist-info")]
+    versions = [path.name.removeprefix("sglang-").removesuffix(".dist-info") for path in directory.glob("sglang-*.dist-info")]
     return importlib.import_module("sglang.srt.mem_cache.radix_cache"), versions[0] if versions else "unknown"
 
 

@@ -1,6 +1,8 @@
 """Builds one native library with AddressSanitizer and UndefinedBehaviorSanitizer and runs the core checks on it (GCC on Linux; minutes).
 
-python -m tests.kernels.sanitize [avx2|avx512|avx512bf16|amx|generic] [--seed 0]
+python -m tests.kernels.sanitize [avx2|avx512|avx512bf16|amx|generic|host] [--seed 0]
+
+`host` is the torch-free module; its checks are the tests of the radix tree.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,13 +54,38 @@ def build(level: str, compiler: str) -> Path:
     return directory
 
 
+def build_host(compiler: str) -> Path:
+    directory = ROOT / "build" / "sanitize" / "host"
+    directory.mkdir(parents=True, exist_ok=True)
+    includes = subprocess.run([sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True, check=True).stdout.split()
+    library = directory / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = [str(source) for source in sorted((ROOT / "csrc/host").glob("*.cpp"))]
+    flags = [*COMMON_FLAGS, "-fvisibility=hidden", "-D_GLIBCXX_ASSERTIONS", SANITIZERS, *includes]
+    subprocess.run([compiler, *flags, "-shared", *sources, "-o", str(library)], check=True)
+    return library
+
+
+# Puts the sanitized module where every later import finds it.
+RUN_HOST = """
+import importlib.util, pytest, sys
+spec = importlib.util.spec_from_file_location("gristmill_kernels._host", sys.argv[1])
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("level", nargs="?", default="avx2", choices=LEVEL_FLAGS)
+    parser.add_argument("level", nargs="?", default="avx2", choices=[*LEVEL_FLAGS, "host"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compiler", default="g++")
     arguments = parser.parse_args()
-    directory = build(arguments.level, arguments.compiler)
+    if arguments.level == "host":
+        tests = map(str, sorted((ROOT / "tests/kernels/host").glob("test_radix_tree*.py")))
+        command = [sys.executable, "-c", RUN_HOST, str(build_host(arguments.compiler)), *tests]
+    else:
+        command = [sys.executable, "-m", "tests.kernels.native_core", str(arguments.seed), str(build(arguments.level, arguments.compiler))]
     runtimes = [
         subprocess.run([arguments.compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
@@ -67,9 +95,9 @@ def main() -> None:
         "LD_PRELOAD": ":".join(runtimes),
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter itself leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-        "GRISTMILL_KERNELS_ISA": arguments.level,
     }
-    command = [sys.executable, "-m", "tests.kernels.native_core", str(arguments.seed), str(directory)]
+    if arguments.level != "host":
+        environment["GRISTMILL_KERNELS_ISA"] = arguments.level
     sys.exit(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
 
 
