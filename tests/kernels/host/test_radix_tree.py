@@ -171,7 +171,7 @@ class TwinComparison(RuleBasedStateMachine):
 
 
 TestAgainstTwin = TwinComparison.TestCase
-TestAgainstTwin.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestAgainstTwin.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 
 
 def tree_with(*prompts: list[int], page_size: int = 1, eviction: str = "lru") -> RadixTree:

@@ -175,7 +175,7 @@ class WindowComparison(TwinComparison):
 
 
 TestWindowAgainstTwin = WindowComparison.TestCase
-TestWindowAgainstTwin.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestWindowAgainstTwin.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 
 
 def window_tree(num_tokens: int, window: int, page_size: int = 1) -> tuple[RadixTree, int]:
