@@ -19,6 +19,7 @@ import zmq
 from gristmill import early_signals, watchdog
 from gristmill.errors import GristmillError
 from gristmill.launch import Prepared, merged_trace, prepare
+from gristmill.launch_child import print_error
 from gristmill.launch_config import LaunchConfig
 from gristmill.listening import url_of
 from gristmill.options import Options
@@ -46,7 +47,7 @@ def serve(options: Options, sockets: list[socket.socket]) -> int:
     os.umask(0o077)  # sockets and traces are this user's alone
     with private_directory() as folder, merged_trace(options, folder) as trace_dir:
         config = prepared.launch_config(f"ipc://{folder}", trace_dir)
-        return asyncio.run(_Server(prepared, config, sockets, start).run())
+        return asyncio.run(_Server(prepared, config, sockets, start).run_watched())
 
 
 def _allow_many_connections() -> None:
@@ -77,6 +78,22 @@ class _Server:
         self.sockets = sockets
         self.start = start
         self.url = url_of(self.options.host, sockets[0])
+        self.supervisor: Supervisor | None = None
+
+    async def run_watched(self) -> int:
+        import gristmill.server.app  # noqa: F401 (takes its time, which is not to count)
+
+        with watchdog.LoopWatch(asyncio.get_running_loop(), self.options.watchdog_s, self._loop_hangs):
+            return await self.run()
+
+    def _loop_hangs(self, hang: watchdog.Hang) -> None:
+        """Called in a thread: nothing that needs the loop can be done any more. The children see that this process is gone."""
+        supervisor = self.supervisor
+        if supervisor is not None:
+            supervisor.expect_end()
+            supervisor.dump_stacks()
+        print_error(f"{hang} (--watchdog-s {self.options.watchdog_s:g}); the stacks of all processes are in the log")
+        os._exit(1)
 
     async def run(self) -> int:
         from gristmill.server.app import build_app
@@ -96,7 +113,7 @@ class _Server:
                 loop.call_soon_threadsafe(_set_once, failed)
 
         context = zmq.Context()
-        supervisor = Supervisor(self.config, on_failure)
+        supervisor = self.supervisor = Supervisor(self.config, on_failure)
         manager = TokenizerManager(self.config, context, self.prepared.tokenizer, self.prepared.model_config)
         await manager.start()
         http = _HttpServer(

@@ -2,7 +2,8 @@
 
 What counts as progress: the scheduler sends Stats about once a second, whatever it does; the detokenizer passes them on and sends a
 heartbeat of its own; a worker answers the steps that it was sent. Nothing is expected of a worker that has no step (no request, an
-exclusive control operation, which runs while nothing is in flight) or of anybody before the model is loaded.
+exclusive control operation, which runs while nothing is in flight) or of anybody before the model is loaded. The server's own event
+loop is watched by a thread.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +96,40 @@ async def watch(seen: Callable[[], Seen], limit_s: float) -> Hang:
         hang = watchdog.check(seen(), time.monotonic())
         if hang is not None:
             return hang
+
+
+class LoopWatch:
+    """A thread that notices when `loop` itself hangs, and calls `on_hang` there, once. Used as a context."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, on_hang: Callable[[Hang], None]) -> None:
+        self._loop, self._limit_s, self._on_hang = loop, limit_s, on_hang
+        self._turns = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="loop-watch", daemon=True)
+
+    def __enter__(self) -> LoopWatch:
+        if self._limit_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+
+    def _turn(self) -> None:
+        self._turns += 1
+
+    def _run(self) -> None:
+        period_s = beat_interval_s(self._limit_s)
+        silent_s, turns, then = 0.0, 0, time.monotonic()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            while silent_s < self._limit_s:
+                self._loop.call_soon_threadsafe(self._turn)
+                if self._end.wait(period_s):
+                    return
+                now = time.monotonic()
+                silent_s = 0.0 if self._turns != turns else silent_s + min(now - then, _MOST_PERIODS * period_s)
+                turns, then = self._turns, now
+            self._on_hang(Hang("server", silent_s))
 
 
 def dump_on_signal(loop: asyncio.AbstractEventLoop | None = None, then: Callable[[], None] = lambda: None) -> None:
