@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -266,6 +268,90 @@ def test_26_at_the_limit_and_without_max_tokens(server):
     status, rest = post(server, {"prompt": [5] * 450, "temperature": 0, "ignore_eos": True})
     assert status == 200 and rest["choices"][0]["finish_reason"] == "length"
     assert rest["usage"]["completion_tokens"] == 512 - 450
+
+
+# --- 27
+
+
+def test_27_a_high_priority_starts_at_once_and_a_low_one_still_ends_as_alone(tiny, server):
+    lows = [{"prompt": [20 + i] * 30, "max_tokens": 200, "ignore_eos": True} for i in range(3)]
+    want = [complete(server, **low)["choices"][0]["text"] for low in lows]
+    order: list[str] = []
+    with served(tiny, "--max-running=3", "--pool-tokens=1024", "--threads=1") as running, ThreadPoolExecutor(3) as pool:
+
+        def run(i: int) -> str:
+            text = joined(stream(running, **lows[i], temperature=0))
+            order.append(f"low {i}")
+            return text
+
+        futures = [pool.submit(run, i) for i in range(3)]
+        while running.stats()["running"] < 3:
+            pass
+        complete(running, prompt=[50] * 10, max_tokens=20, ignore_eos=True, priority=10)
+        order.append("high")
+        assert [future.result() for future in futures] == want
+        assert order[0] == "high", order
+        assert running.wait_idle()["preemptions"] >= 1
+
+
+def test_27_a_long_prompt_starts_amid_an_endless_supply_of_short_ones(tiny):
+    with served(tiny, "--max-running=2", "--pool-tokens=1024", "--threads=1", "--policy=shortest-prefill") as running:
+        stop, served_before = threading.Event(), []
+
+        def supply(number: int) -> None:
+            while not stop.is_set():
+                complete(running, prompt=[30 + number] * 10, max_tokens=2)
+                served_before.append(number)
+
+        with ThreadPoolExecutor(6) as pool:
+            futures = [pool.submit(supply, number) for number in range(6)]
+            while len(served_before) < 12:
+                pass
+            before = len(served_before)
+            complete(running, prompt=[5] * 300, max_tokens=1)
+            passed = len(served_before) - before
+            stop.set()
+            for future in futures:
+                future.result()
+        assert passed < 200, f"{passed} short requests went before the long one"
+        running.wait_idle()
+
+
+# --- 29
+
+
+def test_29_aborts_while_queued_or_half_prefilled(server):
+    bodies = [{"prompt": [40 + i] * 300, "max_tokens": 6, "ignore_eos": True} for i in range(5)]
+    want = [complete(server, **body)["choices"][0]["text"] for body in bodies]
+    before = server.stats()["aborts"]
+    g = random.Random(29)
+    for round_ in range(20):
+        assert server.request("POST", "/flush_cache")[0] == 200
+        leaving = []
+        with ThreadPoolExecutor(3) as pool:
+            futures = [pool.submit(complete, server, **bodies[i]) for i in (0, 1, 3)]
+            for i in (2, 4):
+                connection = server.connect()
+                body = {"model": "tiny", "temperature": 0, "stream": bool(round_ % 2), **bodies[i]}
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                leaving.append(connection)
+            for connection in leaving:
+                time.sleep(g.uniform(0, 0.03))
+                connection.sock.close()
+                connection.close()
+            assert [future.result()["choices"][0]["text"] for future in futures] == [want[0], want[1], want[3]]
+        server.wait_idle()
+    assert server.stats()["aborts"] > before
+    for _ in range(2):
+        assert server.request("POST", "/abort_request", {"rid": "nobody"}) == (200, {"aborted_choices": 0})
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(post, server, body) for body in bodies]
+        while not server.stats()["running"]:
+            pass
+        aborted = server.request("POST", "/abort_request", {"abort_all": True})[1]["aborted_choices"]
+        reasons = [future.result()[1]["choices"][0]["finish_reason"] for future in futures]
+    assert aborted >= 1 and reasons.count("abort") == aborted, (aborted, reasons)
+    server.wait_idle()
 
 
 # --- 30
