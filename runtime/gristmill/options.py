@@ -103,6 +103,7 @@ class Options:
             check_value(spec, value, flag(spec.name))
         if 0 < self.pool_tokens < self.page_size:
             raise OptionError(f"--pool-tokens {self.pool_tokens} is less than one page: --page-size is {self.page_size}")
+        _check_kv_events(self.kv_events, self.radix_cache)
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {spec.name: spec for spec in dataclasses.fields(Options)}
@@ -146,6 +147,19 @@ def check_value(spec: dataclasses.Field[Any], value: Any, label: str) -> None:
     )
     if not good:
         raise OptionError(f"{label} must be {wanted(spec)}, not {value!r}")
+
+
+def _check_kv_events(endpoint: str, radix_cache: bool) -> None:
+    """The stream tells what prompts were like, so only sockets that file permissions protect are taken."""
+    if not endpoint:
+        return
+    if not re.fullmatch(r"ipc://[^@].*", endpoint):
+        raise OptionError(
+            f"{flag('kv_events')} must be ipc:// and a path, which file permissions protect, not {endpoint!r}: "
+            "a socket that others can reach would have to be authenticated"
+        )
+    if not radix_cache:
+        raise OptionError(f"{flag('kv_events')} publishes what the prefix cache does, and --no-radix-cache switches that off")
 
 
 def parse_value(spec: dataclasses.Field[Any], text: str, label: str) -> Any:

@@ -130,6 +130,7 @@ class RadixCache:
         self._tree_config = TreeConfig(page_size, eviction, window.window if window is not None else 0, events)
         self._tree: Tree | None = tree_factory(self._tree_config) if tree_factory else None
         self._retired: list[Tree] = []
+        self._cleared = False  # flushed since the last take_events
 
     @property
     def enabled(self) -> bool:
@@ -288,7 +289,23 @@ class RadixCache:
         if tree.size:
             self._retired.append(tree)
         self._tree = self._factory(self._tree_config)
+        self._cleared = True
         return freed
+
+    def take_events(self) -> list[tuple[Any, ...]]:
+        """What entered and left the cache since the last call, in order: the tree's events, after ("cleared",) if it was flushed meanwhile.
+
+        What a tree from before a flush does is nobody's business: nothing in it is found any more.
+        """
+        if self._tree is None:
+            return []
+        for tree in self._retired:
+            tree.take_events()
+        events: list[tuple[Any, ...]] = self._tree.take_events()
+        if self._cleared:
+            self._cleared = False
+            events.insert(0, ("cleared",))
+        return events
 
     def _evict(self, tree: Tree, n_tokens: int) -> int:
         freed = tree.evict(n_tokens)

@@ -12,6 +12,7 @@ import zmq
 
 from gristmill.errors import GristmillError, ProtocolError
 from gristmill.launch_config import LaunchConfig
+from gristmill.memory.kv_events import KvEventPublisher
 from gristmill.memory.window import WindowSpec
 from gristmill.messages import Abort, Control, Done, Mask, Message, Pool, Ready, Reply, Result, Step, Submit, encode
 from gristmill.options import Options
@@ -30,12 +31,16 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
     """Run the scheduler until a Control shutdown is done or `stop` is set. Raises ProtocolError when a worker breaks the protocol."""
     edges = _Edges(context, Endpoints(config.endpoint_prefix), config.world_size)
     tracer = open_tracer(config.trace_dir, "scheduler")
+    events: KvEventPublisher | None = None
     try:
         ready = edges.await_ready(stop)
         if ready is None:
             return
         scheduler = Scheduler(scheduler_config(config, ready))
-        io = SchedulerIO(edges, scheduler, ready[0].caps, stop, beat_interval_s(config.options.watchdog_s))
+        if config.options.kv_events:
+            events = KvEventPublisher(context, config.options.kv_events, config.options.page_size)
+            edges.also_poll(events.socket)
+        io = SchedulerIO(edges, scheduler, ready[0].caps, stop, beat_interval_s(config.options.watchdog_s), events)
         io.send_stats()
         for message in edges.early:
             io.hear(message)
@@ -44,6 +49,8 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
         io.finish()
     finally:
         tracer.close()
+        if events is not None:
+            events.close()
         edges.close()
 
 
@@ -77,6 +84,7 @@ def scheduler_config(config: LaunchConfig, ready: Sequence[Ready]) -> SchedulerC
         policy=options.policy,
         preempt_threshold=options.preempt_threshold,
         eviction_policy=options.eviction_policy,
+        kv_events=bool(options.kv_events),
         n_ranks=config.world_size,
         vocab_size=int(ready[0].caps.get("vocab_size", 0)),
         check=os.environ.get("GRISTMILL_CHECK") == "1",
@@ -109,6 +117,10 @@ class _Edges:
     def poll(self, timeout_ms: float) -> None:
         """Wait until something can be read, at most `timeout_ms`."""
         self._poller.poll(max(0, round(timeout_ms)))
+
+    def also_poll(self, socket: zmq.Socket) -> None:
+        """End a wait when `socket` can be read, too."""
+        self._poller.register(socket, zmq.POLLIN)
 
     def await_ready(self, stop: threading.Event) -> list[Ready] | None:
         """The Ready of every rank in the order of ranks; None when the engine is stopped before that."""
@@ -152,9 +164,15 @@ class SchedulerIO:
     """The LoopIO of a real engine, and the clock: statistics once a second, the age of the oldest step."""
 
     def __init__(
-        self, edges: _Edges, scheduler: Scheduler, caps: dict[str, object], stop: threading.Event, interval_s: float = 1.0
+        self,
+        edges: _Edges,
+        scheduler: Scheduler,
+        caps: dict[str, object],
+        stop: threading.Event,
+        interval_s: float = 1.0,
+        events: KvEventPublisher | None = None,
     ) -> None:
-        self._edges, self._scheduler, self._caps, self._stop = edges, scheduler, caps, stop
+        self._edges, self._scheduler, self._caps, self._stop, self._events = edges, scheduler, caps, stop, events
         self._results: list[Result] = []
         self._sent_at: dict[int, float] = {}  # by step number, in flight
         self._stats_due, self._interval_s = 0.0, interval_s
@@ -169,8 +187,7 @@ class SchedulerIO:
         self._tick()
 
     def wait_input(self) -> None:
-        self._tick()
-        self._edges.poll(min(_POLL_MS, (self._stats_due - time.monotonic()) * 1000))
+        self._wait()
 
     def send_step(self, step: Step) -> None:
         self._sent_at[step.step] = time.monotonic()
@@ -186,11 +203,16 @@ class SchedulerIO:
                 break
             if self.stopped or (return_on_input and heard):
                 return None
-            self._tick()
-            self._edges.poll(min(_POLL_MS, (self._stats_due - time.monotonic()) * 1000))
+            self._wait()
         result = self._results.pop(0)
         self._sent_at.pop(result.step, None)
         return result
+
+    def _wait(self) -> None:
+        """Until something can be read or is due."""
+        self._tick()
+        busy = self._events is not None and self._events.busy
+        self._edges.poll(0 if busy else min(_POLL_MS, (self._stats_due - time.monotonic()) * 1000))
 
     def publish(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -231,6 +253,9 @@ class SchedulerIO:
         elif self._scheduler.controls.shutdowns and not self._drain_told:
             self._drain_told = True
             self.send_stats()
+        if self._events is not None:
+            self._events.publish(self._scheduler.pool.take_events())
+            self._events.turn()
 
     def send_stats(self) -> None:
         now = time.monotonic()
@@ -243,6 +268,8 @@ class SchedulerIO:
     def finish(self) -> None:
         """The loop has ended: last words to the detokenizer, then everybody's shutdown."""
         self.publish(self._scheduler.take())
+        if self._events is not None:
+            self._events.publish(self._scheduler.pool.take_events())
         if self._scheduler.controls.shutdowns:
             self.send_stats()
             self._edges.shut_down(self._scheduler.controls.shutdowns)

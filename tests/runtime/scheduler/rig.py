@@ -15,6 +15,7 @@ from gristmill.messages import EMIT_SAMPLE, NO_TOKEN, Control, Message, Out, Poo
 from gristmill.options import Options
 from gristmill.scheduler import process
 from gristmill.transport import Endpoints, Pull, Push
+from gristmill.worker import process as worker_process
 
 _names = itertools.count()
 _WAIT_MS = 20_000  # far beyond anything that is not a hang
@@ -66,6 +67,12 @@ class Rig:
         for push in self.pushes:
             push.close()
         self.context.destroy(linger=0)
+
+    def start_null_worker(self) -> threading.Thread:
+        """A worker that computes nothing, as `own_workers=False` needs one."""
+        worker = threading.Thread(target=worker_process.run, args=(self.config, self.context, self.stop), daemon=True)
+        worker.start()
+        return worker
 
     def join(self) -> None:
         self.thread.join(_WAIT_MS / 1000)

@@ -1,0 +1,185 @@
+"""What enters and leaves the prefix cache, published for routers over ZeroMQ in the wire format that readers of vLLM and SGLang know.
+
+One message is [topic, sequence number (8 bytes, big-endian), msgpack payload], see docs/kv-events.md. This module has the messages and the
+publisher; kv_event_reader.py is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from gristmill.errors import GristmillError
+
+TOPIC = b"kv-events"
+RING_BATCHES = 10_000  # batches that can be replayed
+REPLAY_BATCHES_PER_TURN = 256  # so that a long replay does not hold up a step
+MEDIUM = "GPU"  # what readers call the memory that attention reads, whatever the device
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+
+class KvEvent(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """One change of the prefix cache: an array of its class name and its fields in order. Readers ignore fields beyond those they know."""
+
+
+class BlockStored(KvEvent):
+    """Pages were added after page `parent_block_hash` (None: at the beginning). A hash stands for its page and all tokens before it."""
+
+    block_hashes: list[int]  # signed 64 bit, one per page
+    parent_block_hash: int | None
+    token_ids: list[int]  # of all these pages
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[str]] | None = None  # per page; what else the request must match, such as a cache salt
+
+
+class BlockRemoved(KvEvent):
+    """Pages are gone, each after all that followed it."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(KvEvent):
+    """The cache was flushed: nothing that was stored before this is found any more."""
+
+
+class KvEventBatch(msgspec.Struct, array_like=True, gc=False):
+    """What happened in one turn of the scheduler, in order; `ts` is seconds since the epoch."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+def replay_endpoint(endpoint: str) -> str:
+    """Where the batches published on `endpoint` can be asked for again."""
+    return endpoint + ".replay"
+
+
+def signed(hashes: Sequence[int]) -> list[int]:
+    """64-bit hashes as the signed integers of the wire."""
+    return np.array(hashes, dtype=np.uint64).view(np.int64).tolist()
+
+
+def to_event(change: tuple[Any, ...], page_size: int) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    """The event of one entry of RadixCache.take_events."""
+    if change[0] == "stored":
+        _, parent, pages, tokens, extra_key = change
+        return BlockStored(
+            signed(pages),
+            None if parent is None else signed([parent])[0],
+            tokens.tolist(),
+            page_size,
+            medium=MEDIUM,
+            extra_keys=[[extra_key]] * len(pages) if extra_key else None,
+        )
+    if change[0] == "removed":
+        return BlockRemoved(signed(change[1]), medium=MEDIUM)
+    return AllBlocksCleared()
+
+
+class KvEventPublisher:
+    """Publishes batches, keeps the newest of them, and sends them again to who asks. Nothing here waits for a reader.
+
+    A reader that is too slow loses messages: ZeroMQ drops what its queue of `queue_batches` cannot hold, and the reader sees a gap in the
+    sequence numbers.
+
+    Args:
+        context: For the sockets.
+        endpoint: An ipc:// path; `replay_endpoint` of it is bound too. Both sockets can be used by the owner of this process only.
+        page_size: Tokens per page.
+        queue_batches: Batches that wait for one reader at most.
+        ring_batches: Batches that can be replayed.
+        clock: Seconds since the epoch.
+
+    Raises:
+        GristmillError: The endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        endpoint: str,
+        page_size: int,
+        *,
+        queue_batches: int = RING_BATCHES,
+        ring_batches: int = RING_BATCHES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._page_size, self._clock = page_size, clock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring_batches)
+        self._replays: deque[tuple[bytes, int]] = deque()  # (reader, next sequence number)
+        self.next_seq = 0
+        self._pub = context.socket(zmq.PUB)
+        self._replay = context.socket(zmq.ROUTER)
+        self._pub.set_hwm(queue_batches)
+        self._replay.set_hwm(ring_batches + 1)  # a whole replay and its end fit; what a reader does not take is dropped
+        for socket, address in ((self._pub, endpoint), (self._replay, replay_endpoint(endpoint))):
+            socket.setsockopt(zmq.LINGER, 0)
+            _bind(socket, address, self.close)
+
+    @property
+    def socket(self) -> zmq.Socket:
+        """Readable when somebody asks for a replay; for a zmq.Poller."""
+        return self._replay
+
+    @property
+    def busy(self) -> bool:
+        """Whether a replay goes on with the next `turn`."""
+        return bool(self._replays)
+
+    def publish(self, changes: Sequence[tuple[Any, ...]]) -> None:
+        """Send what RadixCache.take_events returned as one batch; nothing happened: nothing is sent."""
+        if not changes:
+            return
+        batch = KvEventBatch(self._clock(), [to_event(change, self._page_size) for change in changes])
+        payload, seq = self._encoder.encode(batch), self.next_seq
+        self.next_seq += 1
+        self._ring.append((seq, payload))
+        self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+
+    def turn(self) -> None:
+        """Read requests for a replay and send a part of what was asked for."""
+        while self._replay.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            frames = self._replay.recv_multipart(zmq.NOBLOCK)
+            if len(frames) == 3 and len(frames[2]) == 8 and len(self._replays) < RING_BATCHES:
+                self._replays.append((frames[0], int.from_bytes(frames[2], "big")))
+        if self._replays:
+            reader, seq = self._replays.popleft()
+            first = self._ring[0][0] if self._ring else self.next_seq
+            seq = max(seq, first)
+            stop = min(self.next_seq, seq + REPLAY_BATCHES_PER_TURN)
+            for number in range(seq, stop):
+                self._send_replay(reader, number.to_bytes(8, "big"), self._ring[number - first][1])
+            if stop >= self.next_seq:
+                self._send_replay(reader, END_OF_REPLAY, b"")
+            else:
+                self._replays.append((reader, stop))
+
+    def _send_replay(self, reader: bytes, seq: bytes, payload: bytes) -> None:
+        self._replay.send_multipart((reader, b"", seq, payload), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._pub.close()
+        self._replay.close()
+
+
+def _bind(socket: zmq.Socket, endpoint: str, give_up: Callable[[], None]) -> None:
+    path = endpoint.removeprefix("ipc://")
+    try:
+        socket.bind(endpoint)
+        if path != endpoint:
+            os.chmod(path, 0o600)
+    except (zmq.ZMQError, OSError) as error:
+        give_up()
+        raise GristmillError(f"cannot publish KV events on {endpoint}: {error}") from None
