@@ -27,6 +27,7 @@ class KvEventReader:
         self._decoder = msgspec.msgpack.Decoder(KvEventBatch)
         self._sub = self._context.socket(zmq.SUB)
         self._sub.set_hwm(queue_batches)
+        self._sub.setsockopt(zmq.LINGER, 0)
         self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
         self._sub.connect(endpoint)
         self.next_seq = 0
@@ -76,6 +77,12 @@ class KvEventReader:
         finally:
             socket.close()
         return batches
+
+    def __enter__(self) -> KvEventReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._sub.close()

@@ -213,63 +213,58 @@ def test_without_events_nothing_is_recorded() -> None:
 # --- the engine's scheduler
 
 
+def one(rig: Rig, n: int) -> None:
+    """A request of `n` prompt tokens, to its end."""
+    rig.submit(f"r{next(_numbers)}", n, max_tokens=3, ignore_eos=True)
+    while not rig.heard(Out).close:
+        pass
+
+
+def follow(rig: Rig, reader: KvEventReader, n_prompt: int) -> list[KvEventBatch]:
+    """What the reader hears; requests go on until it hears something, as a subscription takes a moment to be known."""
+    for _ in range(100):
+        one(rig, n_prompt)
+        if batches := reader.read(timeout_ms=100):
+            return batches
+    raise AssertionError("no event came")
+
+
 def test_the_scheduler_publishes_replays_and_says_when_it_was_flushed(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/kv"
+    endpoint, prompt = f"ipc://{tmp_path}/kv", np.arange(10, 19)
     with Rig(own_workers=False, kv_events=endpoint, page_size=2, model_path="null:0") as rig:
-        worker = rig.start_null_worker()
-        rig.submit("a", 9, max_tokens=4, ignore_eos=True)
-        while not rig.heard(Out).close:
-            pass
-        late = KvEventReader(endpoint)
-        mirror = CacheMirror()
-        for batch in late.replay():
-            mirror.apply(batch)
-        assert late.next_seq >= 1 and late.n_lost == 0
-        prompt = np.arange(10, 19)
-        assert mirror.match_length(prompt, 2) == 8
-        rig.control(1, "flush")
-        rig.submit("b", 3, max_tokens=1)
-        cleared = False
-        while not (cleared and mirror.pages):
-            batches = late.read(timeout_ms=20_000)
-            assert batches, "no event came"
+        rig.start_null_worker()
+        one(rig, 9)
+        for path in (tmp_path / "kv", tmp_path / "kv.replay"):
+            assert path.stat().st_mode & 0o077 == 0, "nobody else may read"
+        with KvEventReader(endpoint) as reader:
+            mirror = CacheMirror()
+            for batch in reader.replay():
+                mirror.apply(batch)
+            assert mirror.match_length(prompt, 2) == 8 and reader.n_lost == 0
+            rig.control(1, "flush")
+            batches = follow(rig, reader, 3)
+            while not any(AllBlocksCleared() in batch.events for batch in batches):
+                batches += follow(rig, reader, 3)
             for batch in batches:
                 mirror.apply(batch)
-                cleared |= AllBlocksCleared() in batch.events
-        assert mirror.match_length(prompt, 2) == 2 and late.n_lost == 0
-        late.close()
-        rig.stop.set()
-        rig.join()
-        worker.join(20)
-    for path in (tmp_path / "kv", tmp_path / "kv.replay"):
-        assert not path.exists() or path.stat().st_mode & 0o077 == 0
+            assert mirror.match_length(prompt, 2) == 2 and reader.n_lost == 0
 
 
 def test_a_reader_fills_a_gap_from_the_ring(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/kv"
     with Rig(own_workers=False, kv_events=endpoint, model_path="null:0") as rig:
-        worker = rig.start_null_worker()
-
-        def one(rid: str, n: int) -> None:
-            rig.submit(rid, n, max_tokens=3, ignore_eos=True)
-            while not rig.heard(Out).close:
-                pass
-
-        one("before", 20)
-        reader, mirror = KvEventReader(endpoint), CacheMirror()
-        for n in range(21, 60):  # one of them comes after the subscription is known
-            one(f"r{n}", n)
-            batches = reader.read(timeout_ms=50)
+        rig.start_null_worker()
+        one(rig, 20)
+        with KvEventReader(endpoint) as reader:
+            mirror = CacheMirror()
+            for n in range(21, 200):
+                one(rig, n)
+                if batches := reader.read(timeout_ms=100):
+                    break
             for batch in batches:
                 mirror.apply(batch)
-            if batches:
-                break
-        assert reader.n_gaps == 1 and reader.n_lost == 0
-        assert mirror.match_length(np.arange(10, 30), 1) == 20, "what was published before the reader came"
-        reader.close()
-        rig.stop.set()
-        rig.join()
-        worker.join(20)
+            assert reader.n_gaps == 1 and reader.n_lost == 0
+            assert mirror.match_length(np.arange(10, 30), 1) == 20, "what was published before the reader came"
 
 
 def test_an_endpoint_that_cannot_be_bound_is_refused_in_one_sentence(context: zmq.Context) -> None:

@@ -39,6 +39,7 @@ class Rig:
         )
         endpoints = Endpoints(self.config.endpoint_prefix)
         self.stop, self.error = threading.Event(), None
+        self._worker: threading.Thread | None = None
         self.server = Push(self.context, endpoints.a_to_b, "server")
         self.detokenizer = Pull(self.context, endpoints.b_to_c)
         if own_workers:
@@ -61,6 +62,8 @@ class Rig:
     def __exit__(self, *_: object) -> None:
         self.stop.set()
         self.join()
+        if self._worker is not None:
+            self._worker.join(_WAIT_MS / 1000)
         self.server.close()
         for edge in (self.detokenizer, *self.pulls):
             edge.close()
@@ -68,11 +71,10 @@ class Rig:
             push.close()
         self.context.destroy(linger=0)
 
-    def start_null_worker(self) -> threading.Thread:
-        """A worker that computes nothing, as `own_workers=False` needs one."""
-        worker = threading.Thread(target=worker_process.run, args=(self.config, self.context, self.stop), daemon=True)
-        worker.start()
-        return worker
+    def start_null_worker(self) -> None:
+        """A worker that computes nothing, as `own_workers=False` needs one; it ends with the rig."""
+        self._worker = threading.Thread(target=worker_process.run, args=(self.config, self.context, self.stop), daemon=True)
+        self._worker.start()
 
     def join(self) -> None:
         self.thread.join(_WAIT_MS / 1000)
