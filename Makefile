@@ -58,6 +58,8 @@ format: $(VENV)/.test
 
 fuzz: dev
 	$(BIN)/python -m tests.runtime.scheduler.simulator 0 $(FUZZ_SCHEDULES)
+	GRISTMILL_TEST_EXAMPLES=$(FUZZ_SCHEDULES) $(BIN)/python -m pytest -q --timeout=0 tests/runtime/scheduler/test_properties.py
+	GRISTMILL_TEST_ALL=1 $(BIN)/python -m pytest -q --timeout=0 tests/runtime/scheduler/test_lifepoints.py
 
 bench: dev
 	$(BIN)/python benchmarks/cpu_kernels.py

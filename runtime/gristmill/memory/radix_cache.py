@@ -297,7 +297,7 @@ class RadixCache:
 
         What a tree from before a flush does is nobody's business: nothing in it is found any more.
         """
-        if self._tree is None:
+        if self._tree is None or not self._tree_config.events:
             return []
         for tree in self._retired:
             tree.take_events()

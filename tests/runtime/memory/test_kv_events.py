@@ -207,6 +207,7 @@ def test_what_a_flushed_tree_still_does_is_not_told() -> None:
 def test_without_events_nothing_is_recorded() -> None:
     cache = RadixCache(100, 1)
     cache.release(cache.extend(cache.acquire(ints([1]), "").lease, ints([1]), cache.take(1), "")[0])
+    cache.flush()
     assert cache.take_events() == []
 
 

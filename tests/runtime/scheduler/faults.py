@@ -268,6 +268,25 @@ def _leave_a_row_out(plan_decode: Any) -> Any:
     return faulty
 
 
+def _tell_of_no_flush(flush: Any) -> Any:
+    def faulty(self: RadixCache) -> int:
+        freed = flush(self)
+        self._cleared = False
+        return freed
+
+    return faulty
+
+
+def _lose_an_event(take_events: Any) -> Any:
+    """Tells of the flush alone, and not of what the new tree took in before it was asked."""
+
+    def faulty(self: RadixCache) -> Any:
+        events = take_events(self)
+        return events[:1] if events and events[0][0] == "cleared" else events
+
+    return faulty
+
+
 def _mask_all_alike(mask: Any) -> Any:
     """Makes the bits of each masked row from those of the first."""
 
@@ -310,6 +329,8 @@ FAULTS: dict[str, Fault] = {
     "prompts starve those who decode": (Scheduler, "_plan", _starve_decoding),
     "begun prompts are left out": (Prefill, "_continue", _start_new_prompts_first),
     "a row with slots sits out": (Scheduler, "_plan_decode", _leave_a_row_out),
+    "a flush is no KV event": (RadixCache, "flush", _tell_of_no_flush),
+    "KV events after a flush are lost": (RadixCache, "take_events", _lose_an_event),
     "all rows of a step get the mask of the first": (Scheduler, "mask", _mask_all_alike),
 }
 

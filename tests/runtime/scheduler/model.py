@@ -90,6 +90,7 @@ class Case:
             preempt_threshold=g.choice([0, 1, 10]),
             eviction_policy=g.choice(["lru", "lfu", "fifo", "priority", "slru"]),
             max_prefill_tokens=g.choice([5, 20, 1000]),
+            kv_events=g.random() < 0.5,
             lookahead_tokens=g.choice([1, 1, 4, 16]),
             new_token_ratio=g.choice([0.0, 0.0, 0.4]),
         )

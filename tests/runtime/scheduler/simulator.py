@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from unittest.mock import patch
 
+from gristmill.memory.kv_event_reader import CacheMirror
+from gristmill.memory.kv_events import KvEventBatch, to_event
 from gristmill.memory.radix_cache import native_tree
 from gristmill.messages import Abort, Control, Mask, Message, Out, Reply, Result, Step, Submit
 from gristmill.scheduler import sharing
@@ -71,6 +73,7 @@ class FakeIO:
         self.open: dict[int, str] = {}
         self.replies: list[Reply] = []
         self.controls: list[Control] = []
+        self.mirror, self.n_kv_events = CacheMirror(), 0
         self.n_moments, self.n_idle, self.n_after_end = 0, 0, 0
         self.stopped = self.ended = False
 
@@ -108,7 +111,28 @@ class FakeIO:
     # --- LoopIO
 
     def drain(self) -> None:
+        self._follow_events()
         self._moment("drain")
+
+    def _follow_events(self) -> None:
+        """The mirror hears what the KV events say, and must have as much as the prefix cache, then."""
+        changes = self.scheduler.pool.take_events()
+        tree, page_size = self.scheduler.pool.tree, self.case.config.page_size
+        if not self.case.config.kv_events or tree is None:
+            assert not changes
+            return
+        if changes:
+            self.n_kv_events += len(changes)
+            self.mirror.apply(KvEventBatch(0.0, [to_event(change, page_size) for change in changes]))
+        assert len(self.mirror.pages) * page_size == tree.size, "the KV events and the prefix cache do not agree"
+
+    def compare_mirror(self) -> None:
+        """Prompt by prompt, the mirror has what the prefix cache has."""
+        self._follow_events()
+        if self.case.config.kv_events and (tree := self.scheduler.pool.tree) is not None:
+            for submit in self.submits.values():
+                cached = tree.match_length(submit.ids, submit.extra_key)
+                assert self.mirror.match_length(submit.ids, self.case.config.page_size, submit.extra_key) == cached
 
     def wait_input(self) -> None:
         if self.server.idle(self):
@@ -242,6 +266,7 @@ def run_case(case: Case, server: Server) -> Counter[str]:
         event_loop(scheduler, io, case.depth)
     io.finish()
     referee.check(scheduler)
+    io.compare_mirror()
     totals = io.verify()
     counts, stats = scheduler.pool.counts(), scheduler.stats
     assert counts.locked == 0 and not scheduler.n_in_flight, f"idle, yet {counts}"
@@ -254,6 +279,7 @@ def run_case(case: Case, server: Server) -> Counter[str]:
         totals[name] += getattr(stats, name)
     totals["put back"] += totals["retractions"] + totals["preemptions"]
     totals["steps"] += stats.sent_step
+    totals["KV events"] += io.n_kv_events
     totals["moments"] += io.n_moments
     totals["results after the end"] += io.n_after_end
     totals["evicted"] += referee.n_evicted

@@ -38,6 +38,7 @@ def test_random_schedules_keep_every_rule(block: int) -> None:
         "with a window pool",
         "window slots freed below a live window",
         "pauses",
+        "KV events",
         "scored prompts",
         "closed by stop",
         "closed by length",
