@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from gristmill_kernels.attention import decode_attention as decode_attention
     from gristmill_kernels.attention import decode_workspace_size as decode_workspace_size
     from gristmill_kernels.attention import extend_attention as extend_attention
+    from gristmill_kernels.attention import max_decode_items as max_decode_items
     from gristmill_kernels.attention import merge_state as merge_state
+    from gristmill_kernels.attention import merge_states as merge_states
     from gristmill_kernels.attention import plan_decode as plan_decode
+    from gristmill_kernels.attention import ragged_attention as ragged_attention
     from gristmill_kernels.gemm import PackedLinear as PackedLinear
     from gristmill_kernels.gemm import linear as linear
     from gristmill_kernels.gemm import pack_linear as pack_linear
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from gristmill_kernels.indices import qo_indptr as qo_indptr
     from gristmill_kernels.indices import write_req_to_token as write_req_to_token
     from gristmill_kernels.kvcache import store_kv as store_kv
+    from gristmill_kernels.mla import mla_decode as mla_decode
+    from gristmill_kernels.mla import mla_store as mla_store
     from gristmill_kernels.norm import fused_add_rms_norm as fused_add_rms_norm
     from gristmill_kernels.norm import rms_norm as rms_norm
     from gristmill_kernels.rope import apply_rope as apply_rope
@@ -49,8 +54,11 @@ _HOME = {
     "decode_attention": "attention",
     "decode_workspace_size": "attention",
     "extend_attention": "attention",
+    "max_decode_items": "attention",
     "merge_state": "attention",
+    "merge_states": "attention",
     "plan_decode": "attention",
+    "ragged_attention": "attention",
     "PackedLinear": "gemm",
     "linear": "gemm",
     "pack_linear": "gemm",
@@ -59,6 +67,8 @@ _HOME = {
     "qo_indptr": "indices",
     "write_req_to_token": "indices",
     "store_kv": "kvcache",
+    "mla_decode": "mla",
+    "mla_store": "mla",
     "fused_add_rms_norm": "norm",
     "rms_norm": "norm",
     "apply_rope": "rope",
@@ -67,7 +77,7 @@ _HOME = {
     "greedy": "sampling",
     "sample": "sampling",
 }
-_FAMILIES_OF_FUNCTIONS = frozenset(("activation", "attention", "gemm", "indices", "kvcache", "norm", "rope", "sampling"))
+_FAMILIES_OF_FUNCTIONS = frozenset(("activation", "attention", "gemm", "indices", "kvcache", "mla", "norm", "rope", "sampling"))
 
 __all__ = sorted(_HOME)
 

@@ -10,15 +10,17 @@ import torch
 
 from gristmill_kernels import __version__, dispatch, loader
 from gristmill_kernels.checks import name_of
-from gristmill_kernels.schema import OPS, AttentionKey, IndexKey, RopeKey, StoreKey
+from gristmill_kernels.schema import OPS, AttentionKey, IndexKey, MlaKey, RopeKey, StoreKey
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _typical_key(key_type: Any, device: str, dtype: torch.dtype) -> tuple:
-    """Facts of a Llama-like layer, to ask dispatch with."""
+    """Facts of a Llama-like layer (of a DeepSeek-like one for latent attention), to ask dispatch with."""
     if key_type is AttentionKey:
         return (device, dtype, dtype, 128, 128, 32, 8)
+    if key_type is MlaKey:
+        return (device, dtype, dtype, 512, 64, 128)
     if key_type is RopeKey:
         return (device, dtype, 128, 128)
     if key_type is StoreKey:

@@ -1,4 +1,4 @@
-"""Attention over a pool of KV slots addressed by CSR lists. LSE is everywhere the natural logarithm, float32; a row that sees no key
+"""Attention over a pool of KV slots addressed by CSR lists, or over contiguous keys, and merges of partial results. LSE is everywhere the natural logarithm, float32; a row that sees no key
 gives output 0 and LSE -inf (with sinks: the sink's logit)."""
 
 from __future__ import annotations
@@ -6,9 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gristmill_kernels._plan import DecodePlan, decode_workspace_size, plan_decode
+from gristmill_kernels._plan import DecodePlan, decode_workspace_size, max_decode_items, plan_decode
 from gristmill_kernels._registry import select
 from gristmill_kernels.checks import (
+    check_cache,
     check_float,
     check_like,
     check_vector,
@@ -21,14 +22,25 @@ from gristmill_kernels.checks import (
 )
 from gristmill_kernels.schema import device_of, norm_key
 
-__all__ = ["DecodePlan", "decode_attention", "decode_workspace_size", "extend_attention", "merge_state", "plan_decode"]
+__all__ = [
+    "DecodePlan",
+    "decode_attention",
+    "decode_workspace_size",
+    "extend_attention",
+    "max_decode_items",
+    "merge_state",
+    "merge_states",
+    "plan_decode",
+    "ragged_attention",
+]
 
 
 def _check_pool(function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple:
     """Check q, k_cache and v_cache against each other; returns the dispatch key (schema.AttentionKey as a plain tuple)."""
     check_float(function, "q", q)
-    check_float(function, "k_cache", k_cache)
-    check_float(function, "v_cache", v_cache)
+    dtype, cache_dtype = q.dtype, k_cache.dtype
+    check_cache(function, "k_cache", k_cache, dtype, "the dtype of q")
+    check_cache(function, "v_cache", v_cache, dtype, "the dtype of q")
     q_shape, k_shape, v_shape = q.shape, k_cache.shape, v_cache.shape
     if len(q_shape) != 3:
         raise refuse_shape(function, "q", q, "[rows, Hq, D]")
@@ -38,18 +50,19 @@ def _check_pool(function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> t
     num_slots, num_kv_heads, _ = k_shape
     if len(v_shape) != 3 or v_shape[0] != num_slots or v_shape[1] != num_kv_heads:
         raise refuse_shape(function, "v_cache", v_cache, f"[{num_slots}, {num_kv_heads}, Dv] like k_cache")
+    if v_cache.dtype is not cache_dtype:
+        raise refuse_dtype(function, "v_cache", v_cache, "the dtype of k_cache")
+    _check_heads_and_devices(function, q, num_kv_heads, (("k_cache", k_cache), ("v_cache", v_cache)))
+    return (device_of(q), dtype, cache_dtype, head_dim, v_shape[2], num_qo_heads, num_kv_heads)
+
+
+def _check_heads_and_devices(function: str, q: Tensor, num_kv_heads: int, others: tuple[tuple[str, Tensor], tuple[str, Tensor]]) -> None:
+    num_qo_heads = q.shape[1]
     if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
         raise refuse_value(function, "the number of query heads", num_qo_heads, f"a multiple of the {num_kv_heads} KV heads")
-    dtype, cache_dtype = q.dtype, k_cache.dtype
-    if cache_dtype is not dtype:
-        raise refuse_dtype(function, "k_cache", k_cache, "the dtype of q")
-    if v_cache.dtype is not dtype:
-        raise refuse_dtype(function, "v_cache", v_cache, "the dtype of q")
-    if not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu):
-        for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            if cache.device != q.device:
-                raise refuse_device(function, argument, cache, q)
-    return (device_of(q), dtype, cache_dtype, head_dim, v_shape[2], num_qo_heads, num_kv_heads)
+    for argument, tensor in others:
+        if not (q.is_cpu and tensor.is_cpu) and tensor.device != q.device:
+            raise refuse_device(function, argument, tensor, q)
 
 
 def _check_rows(function: str, q: Tensor, head_dim_v: int, sinks: Tensor | None, out: Tensor | None, lse: Tensor | None) -> Tensor:
@@ -68,6 +81,33 @@ def _check_rows(function: str, q: Tensor, head_dim_v: int, sinks: Tensor | None,
         return torch.empty((rows, heads, head_dim_v), dtype=q.dtype, device=q.device)
     check_like(function, "out", out, q, (rows, heads, head_dim_v), "[rows, Hq, Dv]")
     return out
+
+
+def _check_mask(function: str, q: Tensor, qo_indptr: Tensor, custom_mask: Tensor | None, mask_indptr: Tensor | None) -> None:
+    if (custom_mask is None) != (mask_indptr is None):
+        missing = "mask_indptr" if mask_indptr is None else "custom_mask"
+        raise refuse_value(function, missing, None, "given, since custom_mask and mask_indptr go together")
+    if custom_mask is not None and mask_indptr is not None:
+        check_vector(function, "custom_mask", custom_mask, torch.bool, None, q, "one-dimensional")
+        check_vector(function, "mask_indptr", mask_indptr, torch.int32, qo_indptr.shape[0], q, "[B + 1]")
+
+
+def _check_plan(
+    function: str, plan: DecodePlan, q: Tensor, num_requests: int, head_dim_v: int, window_left: int, several_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """The schedule and workspace of a plan that fits the call."""
+    schedule, workspace, num_heads = plan.schedule, plan.workspace, q.shape[1]
+    if plan.num_requests != num_requests:
+        raise refuse_value(function, "plan.num_requests", plan.num_requests, f"the batch of the call, {num_requests}")
+    if plan.max_q_len != 1 and not several_rows:
+        raise refuse_value(function, "plan.max_q_len", plan.max_q_len, "1 for one query row per request")
+    if plan.window_left >= 0 and not 0 <= window_left <= plan.window_left:
+        raise refuse_value(function, "window_left", window_left, f"from 0 to {plan.window_left}, the window that was planned for")
+    if workspace.numel() < plan.max_items * plan.max_q_len * num_heads * (head_dim_v + 2):
+        raise refuse_shape(function, "plan.workspace", workspace, f"for {num_heads} heads of {head_dim_v} values, as planned")
+    if not same_device(schedule, q):
+        raise refuse_device(function, "plan.schedule", schedule, q)
+    return schedule, workspace
 
 
 def decode_attention(
@@ -94,15 +134,15 @@ def decode_attention(
 
     Args:
         q: [B, Hq, D] float32, float16 or bfloat16; may be a slice of a packed qkv tensor.
-        k_cache: [S, Hkv, D], dtype of q; Hq a multiple of Hkv, any ratio.
-        v_cache: [S, Hkv, Dv], dtype of q; Dv may differ from D.
+        k_cache: [S, Hkv, D], dtype of q or float8_e4m3fn, float8_e5m2, float8_e4m3fnuz; Hq a multiple of Hkv, any ratio.
+        v_cache: [S, Hkv, Dv], dtype of k_cache; Dv may differ from D.
         kv_indptr: [B + 1] int32; request b attends to `kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`.
         kv_indices: int32 slots in order of position; a negative entry is a hole that nobody sees.
         sm_scale: factor of the logits; 1 / sqrt(D) when None.
         logit_cap: soft cap of the scaled logits; 0 for none.
         window_left: keys more than this many positions before the row are not seen; -1 for no limit.
         sinks: [Hq] float32, one more logit per head, neither scaled nor capped, with value 0; it counts in the LSE.
-        k_scale, v_scale: factors of the cached keys and values.
+        k_scale, v_scale: factors of the cached keys and values, which `store_kv` divided by them.
         out: [B, Hq, Dv], dtype of q. Allocated when None.
         lse: [B, Hq] float32, written when given: natural logarithm of the softmax denominator.
         plan: what `plan_decode` made for this kv_indptr; only the spread of work depends on it, never the result.
@@ -122,13 +162,7 @@ def decode_attention(
     out = _check_rows("decode_attention", q, key[4], sinks, out, lse)
     schedule = workspace = None
     if plan is not None:
-        schedule, workspace = plan.schedule, plan.workspace
-        if plan.num_requests != batch:
-            raise refuse_value("decode_attention", "plan.num_requests", plan.num_requests, f"the batch of q, {batch}")
-        if workspace.numel() < plan.num_items * key[5] * (key[4] + 2):
-            raise refuse_shape("decode_attention", "plan.workspace", workspace, f"for {key[5]} heads of {key[4]} values, as planned")
-        if not same_device(schedule, q):
-            raise refuse_device("decode_attention", "plan.schedule", schedule, q)
+        schedule, workspace = _check_plan("decode_attention", plan, q, batch, key[4], window_left, several_rows=False)
     if sm_scale is None:
         sm_scale = head_dim**-0.5
     op = torch.ops.gristmill.decode_attention if torch.compiler.is_compiling() else select("decode_attention", key)
@@ -186,12 +220,7 @@ def extend_attention(
     check_vector("extend_attention", "qo_indptr", qo_indptr, torch.int32, None, q, "[B + 1]")
     check_vector("extend_attention", "kv_indptr", kv_indptr, torch.int32, qo_indptr.shape[0], q, "[B + 1] like qo_indptr")
     check_vector("extend_attention", "kv_indices", kv_indices, torch.int32, None, q, "one-dimensional")
-    if (custom_mask is None) != (mask_indptr is None):
-        missing = "mask_indptr" if mask_indptr is None else "custom_mask"
-        raise refuse_value("extend_attention", missing, None, "given, since custom_mask and mask_indptr go together")
-    if custom_mask is not None and mask_indptr is not None:
-        check_vector("extend_attention", "custom_mask", custom_mask, torch.bool, None, q, "one-dimensional")
-        check_vector("extend_attention", "mask_indptr", mask_indptr, torch.int32, qo_indptr.shape[0], q, "[B + 1]")
+    _check_mask("extend_attention", q, qo_indptr, custom_mask, mask_indptr)
     out = _check_rows("extend_attention", q, key[4], sinks, out, lse)
     if sm_scale is None:
         sm_scale = q.shape[2] ** -0.5
@@ -200,6 +229,79 @@ def extend_attention(
         out, lse, q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, custom_mask, mask_indptr, sinks,
         causal, sm_scale, logit_cap, window_left, k_scale, v_scale,
     )  # fmt: skip
+    return out
+
+
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    *,
+    causal: bool = True,
+    custom_mask: Tensor | None = None,
+    mask_indptr: Tensor | None = None,
+    sm_scale: float | None = None,
+    logit_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attention of the query rows of each request over its own contiguous keys and values (varlen; no pool).
+
+    Formula, masks and positions as in `extend_attention`: row i of request b sits at position `kv_len - q_len + i`.
+
+    Args:
+        q: [T, Hq, D] float32, float16 or bfloat16; q, k and v may be slices of one packed tensor.
+        k: [N, Hkv, D], dtype of q; Hq a multiple of Hkv, any ratio.
+        v: [N, Hkv, Dv], dtype of q; Dv may differ from D (192 and 128 in DeepSeek's prefill).
+        qo_indptr: [B + 1] int32, rows of request b are `q[qo_indptr[b]:qo_indptr[b + 1]]`.
+        kv_indptr: [B + 1] int32, its keys are `k[kv_indptr[b]:kv_indptr[b + 1]]`.
+        causal: a row sees no key behind its own position.
+        custom_mask: flat bool, True where row i of request b sees key j, at `mask_indptr[b] + i * kv_len[b] + j`. It replaces the causal
+            mask; a window still applies.
+        mask_indptr: [B + 1] int32, where each request's mask begins; needed with custom_mask.
+        sm_scale: factor of the logits; 1 / sqrt(D) when None.
+        logit_cap: soft cap of the scaled logits; 0 for none.
+        window_left: keys more than this many positions before the row are not seen; -1 for no limit.
+        sinks: [Hq] float32, one more logit per head, neither scaled nor capped, with value 0; it counts in the LSE.
+        out: [T, Hq, Dv], dtype of q. Allocated when None.
+        lse: [T, Hq] float32, written when given: natural logarithm of the softmax denominator.
+
+    Returns:
+        `out`. A row is the same bit for bit as computed by `extend_attention` over the same keys by the same implementation family.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+
+    Source: Dao, "FlashAttention-2" (2023), varlen interface.
+    """
+    function = "ragged_attention"
+    check_float(function, "q", q)
+    check_float(function, "k", k)
+    check_float(function, "v", v)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 3:
+        raise refuse_shape(function, "q", q, "[T, Hq, D]")
+    if len(k_shape) != 3 or k_shape[2] != q_shape[2]:
+        raise refuse_shape(function, "k", k, f"[N, Hkv, {q_shape[2]}] like q")
+    if len(v_shape) != 3 or v_shape[0] != k_shape[0] or v_shape[1] != k_shape[1]:
+        raise refuse_shape(function, "v", v, f"[{k_shape[0]}, {k_shape[1]}, Dv] like k")
+    for argument, tensor in (("k", k), ("v", v)):
+        if tensor.dtype is not q.dtype:
+            raise refuse_dtype(function, argument, tensor, "the dtype of q")
+    _check_heads_and_devices(function, q, k_shape[1], (("k", k), ("v", v)))
+    key = (device_of(q), q.dtype, k.dtype, q_shape[2], v_shape[2], q_shape[1], k_shape[1])
+    check_vector(function, "qo_indptr", qo_indptr, torch.int32, None, q, "[B + 1]")
+    check_vector(function, "kv_indptr", kv_indptr, torch.int32, qo_indptr.shape[0], q, "[B + 1] like qo_indptr")
+    _check_mask(function, q, qo_indptr, custom_mask, mask_indptr)
+    out = _check_rows(function, q, v_shape[2], sinks, out, lse)
+    if sm_scale is None:
+        sm_scale = q_shape[2] ** -0.5
+    op = torch.ops.gristmill.ragged_attention if torch.compiler.is_compiling() else select(function, key)
+    op(out, lse, q, k, v, qo_indptr, kv_indptr, custom_mask, mask_indptr, sinks, causal, sm_scale, logit_cap, window_left)
     return out
 
 
@@ -245,3 +347,44 @@ def merge_state(
     op = torch.ops.gristmill.merge_state if torch.compiler.is_compiling() else select("merge_state", norm_key(o_a))
     op(out, lse, o_a, lse_a, o_b, lse_b)
     return out, lse
+
+
+def merge_states(o: Tensor, lse: Tensor, *, out: Tensor | None = None, out_lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Combine N partial attention results over disjoint keys into the result over their union.
+
+    Args:
+        o: [N, T, H, D] normalised outputs, float32, float16 or bfloat16; N may be 0.
+        lse: [N, T, H] float32, natural logarithm.
+        out: [T, H, D], dtype of o; may be `o[i]` for one i. Allocated when None.
+        out_lse: [T, H] float32; may be `lse[i]` for one i. Allocated when None.
+
+    Returns:
+        `(out, out_lse)`. Where every state is empty (LSE -inf) they are 0 and -inf; where all but one are, that one comes out bit for bit;
+        what the output of an empty state holds never matters. States are added in the order given.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+
+    Source: as `merge_state`.
+    """
+    check_float("merge_states", "o", o)
+    if o.ndim != 4:
+        raise refuse_shape("merge_states", "o", o, "[N, T, H, D]")
+    num_states, num_rows, num_heads, width = o.shape
+    shape, rows = (num_rows, num_heads, width), (num_rows, num_heads)
+    if out is None:
+        out = torch.empty(shape, dtype=o.dtype, device=o.device)
+    else:
+        check_like("merge_states", "out", out, o, shape, "[T, H, D]")
+    if out_lse is None:
+        out_lse = torch.empty(rows, dtype=torch.float32, device=o.device)
+    for argument, tensor, right in (("lse", lse, (num_states, *rows)), ("out_lse", out_lse, rows)):
+        if tensor.dtype is not torch.float32:
+            raise refuse_dtype("merge_states", argument, tensor, "float32")
+        if tensor.shape != right or not is_dense(tensor):
+            raise refuse_shape("merge_states", argument, tensor, f"{right} with contiguous rows")
+        if not same_device(tensor, o):
+            raise refuse_device("merge_states", argument, tensor, o)
+    op = torch.ops.gristmill.merge_states if torch.compiler.is_compiling() else select("merge_states", norm_key(o))
+    op(out, out_lse, o, lse)
+    return out, out_lse

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+FLOAT8_DTYPES = frozenset((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz))
 _SHORT = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -75,6 +76,16 @@ def check_float(function: str, argument: str, tensor: Tensor) -> None:
         raise TypeError(f"{function}: {argument} is a {type(tensor).__name__}, but should be a torch.Tensor")
     if tensor.dtype not in FLOAT_DTYPES:
         raise refuse_dtype(function, argument, tensor, "float32, float16 or bfloat16")
+    if not (tensor.is_contiguous() and tensor.ndim) and not _is_dense_row(function, argument, tensor):
+        raise refuse_stride(function, argument, tensor)
+
+
+def check_cache(function: str, argument: str, tensor: Tensor, dtype: torch.dtype, right: str) -> None:
+    """A dense-in-the-last-dimension pool of `dtype` or of an 8-bit float type; `right` says whose dtype that is."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: {argument} is a {type(tensor).__name__}, but should be a torch.Tensor")
+    if tensor.dtype is not dtype and tensor.dtype not in FLOAT8_DTYPES:
+        raise refuse_dtype(function, argument, tensor, f"{right} or float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz")
     if not (tensor.is_contiguous() and tensor.ndim) and not _is_dense_row(function, argument, tensor):
         raise refuse_stride(function, argument, tensor)
 

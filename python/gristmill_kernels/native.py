@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gristmill_kernels import dispatch, loader
-from gristmill_kernels.checks import FLOAT_DTYPES, name_of
-from gristmill_kernels.schema import AttentionKey, LinearKey, RopeKey, StoreKey
+from gristmill_kernels.checks import FLOAT8_DTYPES, FLOAT_DTYPES, name_of
+from gristmill_kernels.schema import AttentionKey, LinearKey, MlaKey, RopeKey, StoreKey
 
 MAX_HEAD_DIM = 576
 
@@ -40,12 +40,26 @@ def _store(key: StoreKey) -> str | None:
 
 
 def _attention(key: AttentionKey) -> str | None:
-    if key.cache_dtype is not key.dtype:
-        return f"the cache is {name_of(key.cache_dtype)}, the queries {name_of(key.dtype)}"
-    for name, width in (("head_dim", key.head_dim), ("head_dim_v", key.head_dim_v)):
+    return _cache(key.dtype, key.cache_dtype) or _widths(head_dim=key.head_dim, head_dim_v=key.head_dim_v)
+
+
+def _mla(key: MlaKey) -> str | None:
+    return _cache(key.dtype, key.cache_dtype) or _widths(latent_dim=key.latent_dim, row=key.latent_dim + key.rope_dim)
+
+
+def _cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    if dtype not in FLOAT_DTYPES:
+        return f"dtype {name_of(dtype)} is not float32, float16 or bfloat16"
+    if cache_dtype is not dtype and cache_dtype not in FLOAT8_DTYPES:
+        return f"the cache is {name_of(cache_dtype)}, neither {name_of(dtype)} like the queries nor an 8-bit float"
+    return None
+
+
+def _widths(**widths: int) -> str | None:
+    for name, width in widths.items():
         if width % 8 or not 8 <= width <= MAX_HEAD_DIM:
             return f"{name} {width} is not a multiple of 8 from 8 to {MAX_HEAD_DIM}"
-    return _float_key(key)
+    return None
 
 
 def _linear(key: LinearKey) -> str | None:
@@ -63,7 +77,11 @@ PREDICATES: dict[str, Callable[[Any], str | None]] = {
     "write_req_to_token": _any_key,
     "decode_attention": _attention,
     "extend_attention": _attention,
+    "ragged_attention": _attention,
     "merge_state": _float_key,
+    "merge_states": _float_key,
+    "mla_decode": _mla,
+    "mla_store": _store,
     "greedy": _float_key,
     "sample": _float_key,
     "apply_logit_bias": _float_key,
@@ -73,14 +91,21 @@ PREDICATES: dict[str, Callable[[Any], str | None]] = {
 }
 
 
-def _when_loaded(predicate: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+def _when_loaded(name: str, predicate: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
     def supports(key: Any) -> str | None:
-        return loader.native_library().reason or predicate(key)
+        return loader.native_library().reason or _missing(name) or predicate(key)
 
     return supports
+
+
+def _missing(name: str) -> str | None:
+    """A library built before an op was added opens all the same."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{dispatch.NAMESPACE}_native::{name}", "CPU"):
+        return None
+    return f"the native library was built without {name}; build it again"
 
 
 def register() -> None:
     """Offer every native op on the CPU; the library is opened when the first of them is asked for."""
     for name, predicate in PREDICATES.items():
-        dispatch.implement(name, "native", _when_loaded(predicate), devices=("cpu",))
+        dispatch.implement(name, "native", _when_loaded(name, predicate), devices=("cpu",))

@@ -18,15 +18,18 @@ FAMILIES = ("native", "triton", "metal", "reference")
 # of threads: that is what makes a row's result independent of its neighbours.
 SPLIT_TOKENS = 256
 
-# Layout of a decode plan, one int32 tensor (B requests, W workers, I items):
-#   [0] PLAN_VERSION  [1] B  [2] I  [3] W  [4] SPLIT_TOKENS
+# Layout of a decode plan, one int32 tensor (B requests, W workers, I items, C >= I the items that there is room for):
+#   [0] PLAN_VERSION  [1] B  [2] I  [3] W  [4] SPLIT_TOKENS  [5] max_q_len  [6] C  [7] window_left
 #   worker_indptr[W+1]   items of worker w are [worker_indptr[w], worker_indptr[w+1])
 #   request_indptr[B+1]  items of request b, in ascending order of their start
-#   item_request[I]
-#   item_start[I]        offset in the request's KV list; the item covers [start, min(start + SPLIT_TOKENS, kv_len))
-# Its workspace is float32[I, Hq, Dv + 2]: the item's output before normalisation, its largest score, its sum of exponentials.
-PLAN_VERSION = 1
-PLAN_HEADER = 5
+#   item_request[C]      -1 from I on
+#   item_start[C]        offset in the request's KV list; the item covers [start, min(start + SPLIT_TOKENS, kv_len)); -1 from I on
+# Where each part begins depends on B, W and C alone, so a captured graph stays valid while a plan is refreshed in place.
+# Items that lie wholly outside the window of every row (window_left >= 0) are left out.
+# Its workspace is float32[C, max_q_len, Hq, Dv + 2]: the item's output before normalisation, its largest score (natural units, scaled and
+# capped), its sum of exponentials. What it holds between calls is of no meaning.
+PLAN_VERSION = 2
+PLAN_HEADER = 8
 
 
 class NormKey(NamedTuple):
@@ -37,6 +40,14 @@ class NormKey(NamedTuple):
 class RopeKey(NamedTuple):
     device: str
     dtype: Any
+    head_dim: int
+    rotary_dim: int
+
+
+class RopeStoreKey(NamedTuple):
+    device: str
+    dtype: Any
+    cache_dtype: Any
     head_dim: int
     rotary_dim: int
 
@@ -52,6 +63,20 @@ class StoreKey(NamedTuple):
     cache_dtype: Any
 
 
+class CopyKey(NamedTuple):
+    device: str
+    dtype: Any
+
+
+class TransferKey(NamedTuple):
+    """`device` is the accelerator's when one side is on the host, and the pools' own when both are of one kind."""
+
+    device: str
+    dtype: Any
+    src_device: str
+    dst_device: str
+
+
 class IndexKey(NamedTuple):
     device: str
 
@@ -64,6 +89,15 @@ class AttentionKey(NamedTuple):
     head_dim_v: int
     num_qo_heads: int
     num_kv_heads: int
+
+
+class MlaKey(NamedTuple):
+    device: str
+    dtype: Any
+    cache_dtype: Any
+    latent_dim: int
+    rope_dim: int
+    num_qo_heads: int
 
 
 class MergeKey(NamedTuple):
@@ -94,14 +128,28 @@ def rope_key(q: Any, cos_sin_cache: Any) -> tuple:
     return (device_of(q), q.dtype, q.shape[-1], cos_sin_cache.shape[-1])
 
 
+def rope_store_key(q: Any, k_cache: Any, cos_sin_cache: Any) -> tuple:
+    return (device_of(q), q.dtype, k_cache.dtype, q.shape[-1], cos_sin_cache.shape[-1])
+
+
 def store_key(k: Any, k_cache: Any) -> tuple:
     return (device_of(k), k.dtype, k_cache.dtype)
+
+
+def transfer_key(dst_k: Any, src_k: Any) -> tuple:
+    dst_device, src_device = device_of(dst_k), device_of(src_k)
+    return (dst_device if src_device == "cpu" else src_device, dst_k.dtype, src_device, dst_device)
 
 
 def attention_key(q: Any, k_cache: Any, v_cache: Any) -> tuple:
     _, num_qo_heads, head_dim = q.shape
     _, num_kv_heads, head_dim_v = v_cache.shape
     return (device_of(q), q.dtype, k_cache.dtype, head_dim, head_dim_v, num_qo_heads, num_kv_heads)
+
+
+def mla_key(q_nope: Any, q_rope: Any, kv_cache: Any) -> tuple:
+    _, num_qo_heads, latent_dim = q_nope.shape
+    return (device_of(q_nope), q_nope.dtype, kv_cache.dtype, latent_dim, q_rope.shape[-1], num_qo_heads)
 
 
 class OpSpec(NamedTuple):
@@ -124,19 +172,55 @@ _SPECS = (
         NormKey,
         lambda x, residual, weight, eps: norm_key(x),
     ),
+    # the gemma ops multiply by 1 + weight
+    OpSpec("gemma_rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()", NormKey, lambda out, x, weight, eps: norm_key(x)),
+    OpSpec(
+        "gemma_fused_add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()",
+        NormKey,
+        lambda x, residual, weight, eps: norm_key(x),
+    ),
+    OpSpec(
+        "layer_norm(Tensor(a!) out, Tensor x, Tensor? weight, Tensor? bias, float eps) -> ()",
+        NormKey,
+        lambda out, x, weight, bias, eps: norm_key(x),
+    ),
     # rope: rotates the first cos_sin_cache.shape[-1] elements of every head, in place
     OpSpec(
         "apply_rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin_cache, bool is_neox) -> ()",
         RopeKey,
         lambda q, k, positions, cos_sin_cache, is_neox: rope_key(q, cos_sin_cache),
     ),
-    # activation
-    OpSpec("silu_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
-    # kvcache: slot -1 is skipped
+    # bit for bit apply_rope and then store_kv
     OpSpec(
-        "store_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()",
+        "apply_rope_store_kv(Tensor(a!) q, Tensor(b!) k, Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor v, Tensor positions, "
+        "Tensor cos_sin_cache, Tensor slots, bool is_neox, float k_scale=1.0, float v_scale=1.0) -> ()",
+        RopeStoreKey,
+        lambda q, k, k_cache, v_cache, v, positions, cos_sin_cache, *rest, **options: rope_store_key(q, k_cache, cos_sin_cache),
+    ),
+    # activation: swiglu_oai takes gate and factor interleaved, the others one after the other
+    OpSpec("silu_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
+    OpSpec("gelu_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
+    OpSpec("gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
+    OpSpec(
+        "swiglu_oai(Tensor(a!) out, Tensor x, float alpha, float limit) -> ()", ActivationKey, lambda out, x, alpha, limit: norm_key(x)
+    ),
+    # kvcache: slot -1 is skipped. Stored is row / scale, see kvcache.py for how it is rounded.
+    OpSpec(
+        "store_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, float k_scale=1.0, float v_scale=1.0) -> ()",
         StoreKey,
-        lambda k_cache, v_cache, k, v, slots: store_key(k, k_cache),
+        lambda k_cache, v_cache, k, *rest, **options: store_key(k, k_cache),
+    ),
+    # caches [L, S, H, D], values optional
+    OpSpec(
+        "copy_slots(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor src_slots, Tensor dst_slots) -> ()",
+        CopyKey,
+        lambda k_cache, v_cache, src_slots, dst_slots: norm_key(k_cache),
+    ),
+    # caches [S, H, D], values optional; either side may lie in host memory, the slot lists on the device of the key
+    OpSpec(
+        "transfer_kv(Tensor(a!) dst_k, Tensor(b!)? dst_v, Tensor src_k, Tensor? src_v, Tensor src_slots, Tensor dst_slots) -> ()",
+        TransferKey,
+        lambda dst_k, dst_v, src_k, src_v, src_slots, dst_slots: transfer_key(dst_k, src_k),
     ),
     # indices: kv_indices writes indptr[B+1] and the positions [kv_start[b], seq_lens[b]) of row req_slots[b], request after request
     OpSpec(
@@ -149,6 +233,49 @@ _SPECS = (
         "write_req_to_token(Tensor(a!) req_to_token, Tensor req_slots, Tensor starts, Tensor lens, Tensor slots) -> ()",
         IndexKey,
         lambda req_to_token, req_slots, starts, lens, slots: (device_of(req_to_token),),
+    ),
+    # kv_indices from max(0, seq_lens[b] - q_lens[b] - window_left) on; each slot s becomes slot_map[s], a negative one stays
+    OpSpec(
+        "window_kv_indices(Tensor(a!) indptr, Tensor(b!) indices, Tensor req_to_token, Tensor req_slots, Tensor seq_lens, Tensor? q_lens, "
+        "Tensor? slot_map, SymInt window_left) -> ()",
+        IndexKey,
+        lambda indptr, *rest, **options: (device_of(indptr),),
+    ),
+    # what pages a request has: dense (entries behind its last page are left alone), or as CSR lists with the last page's length
+    OpSpec(
+        "page_table(Tensor(a!) out, Tensor req_to_token, Tensor req_slots, Tensor seq_lens, SymInt page_size) -> ()",
+        IndexKey,
+        lambda out, req_to_token, req_slots, seq_lens, page_size: (device_of(out),),
+    ),
+    OpSpec(
+        "last_page_len(Tensor(a!) out, Tensor seq_lens, SymInt page_size) -> ()",
+        IndexKey,
+        lambda out, seq_lens, page_size: (device_of(out),),
+    ),
+    OpSpec(
+        "mla_indices(Tensor(a!) indptr, Tensor(b!) indices, Tensor(c!) last_page_len, Tensor req_to_token, Tensor req_slots, "
+        "Tensor seq_lens, SymInt page_size) -> ()",
+        IndexKey,
+        lambda indptr, *rest, **options: (device_of(indptr),),
+    ),
+    # indptr[steps, B * topk + 1], indices[steps, L], draft_slots[B, topk, steps]
+    OpSpec(
+        "draft_kv_indices(Tensor(a!) indptr, Tensor(b!) indices, Tensor req_to_token, Tensor req_slots, Tensor prefix_lens, "
+        "Tensor? draft_slots, SymInt steps, SymInt topk) -> ()",
+        IndexKey,
+        lambda indptr, *rest, **options: (device_of(indptr),),
+    ),
+    # slots of new tokens in pages; num_pages[1] is how many entries of free_pages were taken, from the front
+    OpSpec(
+        "alloc_extend(Tensor(a!) out, Tensor(b!) num_pages, Tensor prefix_lens, Tensor new_lens, Tensor last_slots, Tensor free_pages, "
+        "SymInt page_size) -> ()",
+        IndexKey,
+        lambda out, *rest, **options: (device_of(out),),
+    ),
+    OpSpec(
+        "alloc_decode(Tensor(a!) out, Tensor(b!) num_pages, Tensor new_lens, Tensor last_slots, Tensor free_pages, SymInt page_size) -> ()",
+        IndexKey,
+        lambda out, *rest, **options: (device_of(out),),
     ),
     # attention: see schema notes on plan and workspace above; custom_mask is bool, flat, row-major [q_len, kv_len] from mask_indptr[b] on
     OpSpec(
@@ -165,11 +292,32 @@ _SPECS = (
         AttentionKey,
         lambda out, lse, q, k_cache, v_cache, *rest, **options: attention_key(q, k_cache, v_cache),
     ),
+    # the keys and values of request b are rows [kv_indptr[b], kv_indptr[b + 1]) of k and v
+    OpSpec(
+        "ragged_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k, Tensor v, Tensor qo_indptr, Tensor kv_indptr, "
+        "Tensor? custom_mask, Tensor? mask_indptr, Tensor? sinks, bool causal, float sm_scale, float logit_cap, SymInt window_left) -> ()",
+        AttentionKey,
+        lambda out, lse, q, k, v, *rest, **options: attention_key(q, k, v),
+    ),
     # out may be o_a or o_b, out_lse may be lse_a or lse_b
     OpSpec(
         "merge_state(Tensor(a!) out, Tensor(b!) out_lse, Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> ()",
         MergeKey,
         lambda out, out_lse, o_a, lse_a, o_b, lse_b: norm_key(o_a),
+    ),
+    # o is [N, T, H, D], lse [N, T, H]; out may be o[i] and out_lse lse[i] for one i
+    OpSpec("merge_states(Tensor(a!) out, Tensor(b!) out_lse, Tensor o, Tensor lse) -> ()", MergeKey, lambda out, out_lse, o, lse: norm_key(o)),
+    # mla: a cache row is latent then rope key; its latent part is also its value. Without qo_indptr every request has one row
+    OpSpec(
+        "mla_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q_nope, Tensor q_rope, Tensor kv_cache, Tensor? qo_indptr, Tensor kv_indptr, "
+        "Tensor kv_indices, Tensor? plan, Tensor(c!)? workspace, float sm_scale, float kv_scale) -> ()",
+        MlaKey,
+        lambda out, lse, q_nope, q_rope, kv_cache, *rest, **options: mla_key(q_nope, q_rope, kv_cache),
+    ),
+    OpSpec(
+        "mla_store(Tensor(a!) kv_cache, Tensor kv_c, Tensor k_rope, Tensor slots, float kv_scale) -> ()",
+        StoreKey,
+        lambda kv_cache, kv_c, k_rope, slots, kv_scale: store_key(kv_c, kv_cache),
     ),
     # sampling: -1 marks a row that has no answer
     OpSpec("greedy(Tensor(a!) out, Tensor logits) -> ()", LogitsKey, lambda out, logits: norm_key(logits)),

@@ -6,20 +6,40 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gristmill_kernels import dispatch
-from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, norm, rope, sampling
+from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, norm, rope, sampling
 
 _KERNELS: dict[str, Callable[..., None]] = {
     "rms_norm": norm.rms_norm,
     "fused_add_rms_norm": norm.fused_add_rms_norm,
+    "gemma_rms_norm": norm.gemma_rms_norm,
+    "gemma_fused_add_rms_norm": norm.gemma_fused_add_rms_norm,
+    "layer_norm": norm.layer_norm,
     "apply_rope": rope.apply_rope,
+    "apply_rope_store_kv": rope.apply_rope_store_kv,
     "silu_and_mul": activation.silu_and_mul,
+    "gelu_and_mul": activation.gelu_and_mul,
+    "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
+    "swiglu_oai": activation.swiglu_oai,
     "store_kv": kvcache.store_kv,
+    "copy_slots": kvcache.copy_slots,
+    "transfer_kv": kvcache.transfer_kv,
     "kv_indices": indices.kv_indices,
     "qo_indptr": indices.qo_indptr,
     "write_req_to_token": indices.write_req_to_token,
+    "window_kv_indices": indices.window_kv_indices,
+    "page_table": indices.page_table,
+    "last_page_len": indices.last_page_len,
+    "mla_indices": indices.mla_indices,
+    "draft_kv_indices": indices.draft_kv_indices,
+    "alloc_extend": indices.alloc_extend,
+    "alloc_decode": indices.alloc_decode,
     "decode_attention": attention.decode_attention,
     "extend_attention": attention.extend_attention,
+    "ragged_attention": attention.ragged_attention,
     "merge_state": attention.merge_state,
+    "merge_states": attention.merge_states,
+    "mla_decode": mla.mla_decode,
+    "mla_store": mla.mla_store,
     "greedy": sampling.greedy,
     "sample": sampling.sample,
     "apply_logit_bias": sampling.apply_logit_bias,

@@ -66,7 +66,7 @@ def extend_attention(
         kv_begin, kv_end = kv_starts[request : request + 2]
         q_len, kv_len = q_end - q_begin, kv_end - kv_begin
         slots = kv_indices[kv_begin:kv_end].long()
-        keys = k_cache[slots.clamp(min=0)].double()
+        keys = k_cache[slots.clamp(min=0)].double()  # exact, also of an 8-bit cache
         values = v_cache[slots.clamp(min=0)].double()
         rows_at_once = max(1, _MAX_SCORES // max(1, kv_len * q.shape[1]))
         for begin in range(0, q_len, rows_at_once):
@@ -81,6 +81,29 @@ def extend_attention(
             out[rows] = (result * v_scale).to(out.dtype)
             if lse is not None:
                 lse[rows] = result_lse.float()
+
+
+def ragged_attention(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    custom_mask: Tensor | None,
+    mask_indptr: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    sm_scale: float,
+    logit_cap: float,
+    window_left: int,
+) -> None:
+    # Row j of k and v is slot j of a pool.
+    slots = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
+    extend_attention(
+        out, lse, q, k, v, qo_indptr, kv_indptr, slots, custom_mask, mask_indptr, sinks, causal, sm_scale, logit_cap, window_left, 1.0, 1.0
+    )
 
 
 def _visible(begin: int, end: int, q_len: int, kv_len: int, causal: bool, window_left: int, device: torch.device) -> Tensor:
@@ -138,3 +161,19 @@ def merge_state(out: Tensor, out_lse: Tensor, o_a: Tensor, lse_a: Tensor, o_b: T
     lse = torch.where(only_a, lse_a, torch.where(only_b, lse_b, lse.float()))
     out.copy_(merged)
     out_lse.copy_(lse)
+
+
+def merge_states(out: Tensor, out_lse: Tensor, o: Tensor, lse: Tensor) -> None:
+    empty = lse == float("-inf")
+    wide = torch.nn.functional.pad(lse.double(), (0, 0, 0, 0, 0, 1), value=float("-inf"))  # so that no states make an empty one
+    largest = wide.amax(0)
+    weights = torch.exp(lse.double() - largest.masked_fill(largest == float("-inf"), 0.0))
+    parts = (weights[..., None] * o.double()).masked_fill(empty[..., None], 0.0)  # the output of an empty state may be anything
+    total = weights.sum(0)
+    merged = (parts.sum(0) / total.masked_fill(total == 0, 1.0)[..., None]).to(out.dtype)
+    merged_lse = (largest + total.log()).float()
+    for one, one_lse, one_empty in zip(o, lse, empty):
+        alone = ~one_empty & ((~empty).sum(0) == 1)
+        merged, merged_lse = torch.where(alone[..., None], one, merged), torch.where(alone, one_lse, merged_lse)
+    out.copy_(merged)
+    out_lse.copy_(merged_lse)
