@@ -5,7 +5,7 @@
 steady    every running request decodes, nothing arrives or ends; the queue (0 or 1000 requests) waits for a free place
 churn     outputs end all the time and the queue is kept at 1000: each step admits, orders the queue and releases
 messages  encode and decode of the Step, Result and Out of a steady step
-server    `gristmill serve null:0` with streaming HTTP clients in this process, and the CPU time that each process spent
+server    `gristmill serve null:0` with streaming HTTP clients in this process, and the CPU time that each process spent (in ticks of 10 ms)
 engine    gristmill.Engine("null:0")
 CPU time is this thread's own, so other work on the machine disturbs it little; the two end-to-end numbers are wall-clock.
 """

@@ -1,7 +1,7 @@
 """How well the simulator predicts this machine: calibrate on one set of requests, then compare prediction and reality on others.
 
-    python benchmarks/simulate.py [--model smollm2-135m] [--dtype bfloat16] [--threads 1] [--loads 0.5,0.8] [--seeds 1,2,3] [--seconds 25]
-                                  [--trace FILE --length-scale 8] [--out benchmarks/results]
+    python benchmarks/simulate.py [--model smollm2-135m] [--dtype bfloat16] [--threads 1] [--loads 0.5,0.8,1.4] [--seeds 1,2,3]
+                                  [--seconds 25] [--trace FILE --length-scale 8] [--out benchmarks/results]
 
 One engine runs everything: a round of calibration, a held-out trace (open loop), a round of calibration, the next trace, and so on. The
 prediction for a trace uses the rounds right before and after it and nothing of the trace's own run, so a machine that becomes slower
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--loads", default="0.5,0.8")
+    parser.add_argument("--loads", default="0.5,0.8,1.4")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--seconds", type=float, default=25.0, help="about how long each held-out trace takes")
     parser.add_argument("--trace", type=Path, help="held-out requests from this file")
@@ -220,7 +220,8 @@ def main() -> None:
         "traces": details,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    target = arguments.out / f"simulate-{report['date']}.json"
+    kind = f"-{arguments.trace.stem}" if arguments.trace else ""
+    target = arguments.out / f"simulate{kind}-{report['date']}.json"
     target.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{report['met']} of {report['of']} within the bars; wrote {target}")
 
