@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from gristmill_kernels import native, reference
+from gristmill_kernels import native, reference, triton
 from gristmill_kernels.dispatch import select as select
 from gristmill_kernels.reference import gemm as reference_gemm
 
 native.register()
+triton.register()
 reference.register()
 
 

@@ -94,9 +94,14 @@ def implement(
     if family not in FAMILIES:
         raise ValueError(f"implementation family {family!r} is not one of {', '.join(FAMILIES)}")
     if fn is not None:
-        _libraries[f"{NAMESPACE}_{family}"].impl(name, fn, device_key)
+        attach(name, family, fn, device_key=device_key)
     _implementations[name][family] = Implementation(family, supports, devices)
     _chosen.clear()
+
+
+def attach(name: str, family: str, fn: DispatchCallable, *, device_key: str = "CompositeExplicitAutograd") -> None:
+    """Give torch the function that runs op `name` in `family`: by a family that imports its kernels when its `supports` is first asked."""
+    _libraries[f"{NAMESPACE}_{family}"].impl(name, fn, device_key)
 
 
 def overload(name: str, family: str) -> DispatchCallable:
