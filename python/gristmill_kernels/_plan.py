@@ -16,9 +16,9 @@ class DecodePlan:
     """A schedule for `decode_attention` or `mla_decode`, valid for every layer and step whose kv_indptr is the one planned for.
 
     Attributes:
-        schedule: int32, on the device of the call (layout in schema.py). Its length is `schedule_size(num_requests, num_workers, max_items)`.
-        workspace: contiguous float32, at least `max_items * max_q_len * Hq * (Dv + 2)` elements: outputs before normalisation, largest
-            scores and sums of exponentials, by item.
+        schedule: int32, on the device of the call (layout in schema.py), `schedule_size(num_requests, num_workers, max_items)` long.
+        workspace: contiguous float32, at least `max_items * max_q_len * Hq * (Dv + 2)` elements, for the parts of each item: outputs
+            before normalisation, largest scores and sums of exponentials.
         num_requests, num_items, num_workers: sizes that the schedule describes.
         max_items: items that schedule and workspace have room for; what a graph is captured with.
         max_q_len: query rows a request may have.
@@ -73,8 +73,8 @@ def plan_decode(
     The cuts do not depend on the batch or on `num_workers`, so neither do results.
 
     For a captured graph: plan once with `max_items=max_decode_items(...)`, capture with that plan, and before every replay plan again with
-    `out=` the first one. That writes the same schedule tensor on the current stream and never waits for the device; pad a smaller batch with
-    requests of length 0.
+    `out=` the first one. That writes the same schedule tensor on the current stream and never waits for the device; pad a smaller batch
+    with requests of length 0.
 
     Args:
         kv_indptr_host: [B + 1] int32 on the CPU.

@@ -1,5 +1,5 @@
-"""Attention over a pool of KV slots addressed by CSR lists, or over contiguous keys, and merges of partial results. LSE is everywhere the natural logarithm, float32; a row that sees no key
-gives output 0 and LSE -inf (with sinks: the sink's logit)."""
+"""Attention over a pool of KV slots addressed by CSR lists, or over contiguous keys, and merges of partial results. LSE is everywhere the
+natural logarithm, float32; a row that sees no key gives output 0 and LSE -inf (with sinks: the sink's logit)."""
 
 from __future__ import annotations
 

@@ -201,9 +201,7 @@ _SPECS = (
     OpSpec("silu_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
     OpSpec("gelu_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
     OpSpec("gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()", ActivationKey, lambda out, x: norm_key(x)),
-    OpSpec(
-        "swiglu_oai(Tensor(a!) out, Tensor x, float alpha, float limit) -> ()", ActivationKey, lambda out, x, alpha, limit: norm_key(x)
-    ),
+    OpSpec("swiglu_oai(Tensor(a!) out, Tensor x, float alpha, float limit) -> ()", ActivationKey, lambda out, x, alpha, limit: norm_key(x)),
     # kvcache: slot -1 is skipped. Stored is row / scale, see kvcache.py for how it is rounded.
     OpSpec(
         "store_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, float k_scale=1.0, float v_scale=1.0) -> ()",
@@ -306,7 +304,9 @@ _SPECS = (
         lambda out, out_lse, o_a, lse_a, o_b, lse_b: norm_key(o_a),
     ),
     # o is [N, T, H, D], lse [N, T, H]; out may be o[i] and out_lse lse[i] for one i
-    OpSpec("merge_states(Tensor(a!) out, Tensor(b!) out_lse, Tensor o, Tensor lse) -> ()", MergeKey, lambda out, out_lse, o, lse: norm_key(o)),
+    OpSpec(
+        "merge_states(Tensor(a!) out, Tensor(b!) out_lse, Tensor o, Tensor lse) -> ()", MergeKey, lambda out, out_lse, o, lse: norm_key(o)
+    ),
     # mla: a cache row is latent then rope key; its latent part is also its value. Without qo_indptr every request has one row
     OpSpec(
         "mla_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q_nope, Tensor q_rope, Tensor kv_cache, Tensor? qo_indptr, Tensor kv_indptr, "
