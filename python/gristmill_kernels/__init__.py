@@ -14,7 +14,10 @@ from gristmill_kernels._distributions import refuse_two_variants
 
 if TYPE_CHECKING:
     from gristmill_kernels._capabilities import capabilities as capabilities
+    from gristmill_kernels.activation import gelu_and_mul as gelu_and_mul
+    from gristmill_kernels.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
     from gristmill_kernels.activation import silu_and_mul as silu_and_mul
+    from gristmill_kernels.activation import swiglu_oai as swiglu_oai
     from gristmill_kernels.attention import DecodePlan as DecodePlan
     from gristmill_kernels.attention import decode_attention as decode_attention
     from gristmill_kernels.attention import decode_workspace_size as decode_workspace_size
@@ -28,15 +31,28 @@ if TYPE_CHECKING:
     from gristmill_kernels.gemm import linear as linear
     from gristmill_kernels.gemm import pack_linear as pack_linear
     from gristmill_kernels.gemm import packed_weight_size as packed_weight_size
+    from gristmill_kernels.indices import alloc_decode as alloc_decode
+    from gristmill_kernels.indices import alloc_extend as alloc_extend
+    from gristmill_kernels.indices import draft_kv_indices as draft_kv_indices
     from gristmill_kernels.indices import kv_indices as kv_indices
+    from gristmill_kernels.indices import last_page_len as last_page_len
+    from gristmill_kernels.indices import mla_indices as mla_indices
+    from gristmill_kernels.indices import page_table as page_table
     from gristmill_kernels.indices import qo_indptr as qo_indptr
+    from gristmill_kernels.indices import window_kv_indices as window_kv_indices
     from gristmill_kernels.indices import write_req_to_token as write_req_to_token
+    from gristmill_kernels.kvcache import copy_slots as copy_slots
     from gristmill_kernels.kvcache import store_kv as store_kv
+    from gristmill_kernels.kvcache import transfer_kv as transfer_kv
     from gristmill_kernels.mla import mla_decode as mla_decode
     from gristmill_kernels.mla import mla_store as mla_store
     from gristmill_kernels.norm import fused_add_rms_norm as fused_add_rms_norm
+    from gristmill_kernels.norm import gemma_fused_add_rms_norm as gemma_fused_add_rms_norm
+    from gristmill_kernels.norm import gemma_rms_norm as gemma_rms_norm
+    from gristmill_kernels.norm import layer_norm as layer_norm
     from gristmill_kernels.norm import rms_norm as rms_norm
     from gristmill_kernels.rope import apply_rope as apply_rope
+    from gristmill_kernels.rope import apply_rope_store_kv as apply_rope_store_kv
     from gristmill_kernels.sampling import apply_logit_bias as apply_logit_bias
     from gristmill_kernels.sampling import apply_penalties as apply_penalties
     from gristmill_kernels.sampling import greedy as greedy
@@ -49,7 +65,10 @@ except ImportError:
 
 _HOME = {
     "capabilities": "_capabilities",
+    "gelu_and_mul": "activation",
+    "gelu_tanh_and_mul": "activation",
     "silu_and_mul": "activation",
+    "swiglu_oai": "activation",
     "DecodePlan": "attention",
     "decode_attention": "attention",
     "decode_workspace_size": "attention",
@@ -63,15 +82,28 @@ _HOME = {
     "linear": "gemm",
     "pack_linear": "gemm",
     "packed_weight_size": "gemm",
+    "alloc_decode": "indices",
+    "alloc_extend": "indices",
+    "draft_kv_indices": "indices",
     "kv_indices": "indices",
+    "last_page_len": "indices",
+    "mla_indices": "indices",
+    "page_table": "indices",
     "qo_indptr": "indices",
+    "window_kv_indices": "indices",
     "write_req_to_token": "indices",
+    "copy_slots": "kvcache",
     "store_kv": "kvcache",
+    "transfer_kv": "kvcache",
     "mla_decode": "mla",
     "mla_store": "mla",
     "fused_add_rms_norm": "norm",
+    "gemma_fused_add_rms_norm": "norm",
+    "gemma_rms_norm": "norm",
+    "layer_norm": "norm",
     "rms_norm": "norm",
     "apply_rope": "rope",
+    "apply_rope_store_kv": "rope",
     "apply_logit_bias": "sampling",
     "apply_penalties": "sampling",
     "greedy": "sampling",

@@ -10,7 +10,7 @@ import torch
 
 from gristmill_kernels import __version__, dispatch, loader
 from gristmill_kernels.checks import name_of
-from gristmill_kernels.schema import OPS, AttentionKey, IndexKey, MlaKey, RopeKey, StoreKey
+from gristmill_kernels.schema import OPS, AttentionKey, IndexKey, MlaKey, RopeKey, RopeStoreKey, StoreKey, TransferKey
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,8 +23,12 @@ def _typical_key(key_type: Any, device: str, dtype: torch.dtype) -> tuple:
         return (device, dtype, dtype, 512, 64, 128)
     if key_type is RopeKey:
         return (device, dtype, 128, 128)
+    if key_type is RopeStoreKey:
+        return (device, dtype, dtype, 128, 128)
     if key_type is StoreKey:
         return (device, dtype, dtype)
+    if key_type is TransferKey:  # to the host and back
+        return (device, dtype, "cpu", device)
     return (device, dtype)
 
 

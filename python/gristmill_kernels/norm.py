@@ -1,4 +1,4 @@
-"""Normalisation: `rms_norm` and its fusion with the residual addition."""
+"""Normalisation: RMS norm, Gemma's variant of it, both fused with the residual addition, and layer norm."""
 
 from __future__ import annotations
 
@@ -66,3 +66,96 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float =
         torch.ops.gristmill.fused_add_rms_norm(x, residual, weight, eps)
     else:
         select("fused_add_rms_norm", norm_key(x))(x, residual, weight, eps)
+
+
+def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """Root-mean-square normalisation whose stored weight is the factor minus 1: `x / sqrt(mean(x^2) + eps) * (1 + weight)`.
+
+    Args:
+        x: [..., H] float32, float16 or bfloat16; any leading strides, innermost stride 1.
+        weight: [H], dtype of x; 1 is added before anything is rounded to that dtype.
+        eps: added to the mean square, dimensionless.
+        out: [..., H], dtype of x; may be x. Allocated when None.
+
+    Returns:
+        `out`. Sums are taken in at least float32 and the result is rounded once.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+
+    Source: Zhang and Sennrich 2019, eq. 4, with the weight of Gemma (Gemma Team 2024; `GemmaRMSNorm` in transformers).
+    """
+    check_float("gemma_rms_norm", "x", x)
+    shape = x.shape
+    check_like("gemma_rms_norm", "weight", weight, x, shape[-1:], "[H]")
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    else:
+        check_like("gemma_rms_norm", "out", out, x, shape, "the shape of x")
+    if torch.compiler.is_compiling():
+        torch.ops.gristmill.gemma_rms_norm(out, x, weight, eps)
+    else:
+        select("gemma_rms_norm", norm_key(x))(out, x, weight, eps)
+    return out
+
+
+def gemma_fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """In place: `residual += x`, rounded to the dtype, then `x = gemma_rms_norm(residual, weight, eps)`.
+
+    Args:
+        x: [..., H] float32, float16 or bfloat16; overwritten with the normalised sum.
+        residual: [..., H], dtype of x; overwritten with the sum.
+        weight: [H], dtype of x; the factor is 1 + weight.
+        eps: added to the mean square.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+    """
+    check_float("gemma_fused_add_rms_norm", "x", x)
+    check_like("gemma_fused_add_rms_norm", "residual", residual, x, x.shape, "the shape of x")
+    check_like("gemma_fused_add_rms_norm", "weight", weight, x, x.shape[-1:], "[H]")
+    if torch.compiler.is_compiling():
+        torch.ops.gristmill.gemma_fused_add_rms_norm(x, residual, weight, eps)
+    else:
+        select("gemma_fused_add_rms_norm", norm_key(x))(x, residual, weight, eps)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, out: Tensor | None = None
+) -> Tensor:
+    """Layer normalisation over the last dimension: `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`.
+
+    Args:
+        x: [..., H] float32, float16 or bfloat16; any leading strides, innermost stride 1.
+        weight: [H], dtype of x; 1 when None.
+        bias: [H], dtype of x; 0 when None.
+        eps: added to the variance (of the population: divided by H), dimensionless.
+        out: [..., H], dtype of x; may be x. Allocated when None.
+
+    Returns:
+        `out`. The variance is that of the deviations from the mean, not a difference of two sums; the result is rounded once.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization" (2016), eq. 4.
+
+    >>> import torch
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
+    tensor([[-1.,  1.]])
+    """
+    check_float("layer_norm", "x", x)
+    shape = x.shape
+    if weight is not None:
+        check_like("layer_norm", "weight", weight, x, shape[-1:], "[H]")
+    if bias is not None:
+        check_like("layer_norm", "bias", bias, x, shape[-1:], "[H]")
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    else:
+        check_like("layer_norm", "out", out, x, shape, "the shape of x")
+    if torch.compiler.is_compiling():
+        torch.ops.gristmill.layer_norm(out, x, weight, bias, eps)
+    else:
+        select("layer_norm", norm_key(x))(out, x, weight, bias, eps)
+    return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gristmill_kernels.reference.kvcache import store_kv
+
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
     """Rotate [T, H, R]; neox pairs element i with i + R/2, otherwise 2i with 2i + 1."""
@@ -23,3 +25,20 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, i
     for x in (q, k):
         part = x[..., :rotary_dim]
         part.copy_(torch.where(valid[:, None, None], _rotate(part, cos, sin, is_neox).to(x.dtype), part))
+
+
+def apply_rope_store_kv(
+    q: Tensor,
+    k: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    slots: Tensor,
+    is_neox: bool,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    apply_rope(q, k, positions, cos_sin_cache, is_neox)
+    store_kv(k_cache, v_cache, k, v, slots, k_scale, v_scale)
