@@ -12,8 +12,8 @@ import torch
 
 import gristmill_kernels as gk
 from gristmill_kernels import dispatch, loader
-from tests.kernels.conformance import cases_attention, cases_logits, cases_rows
 from tests.kernels.conformance.harness import Case, run_case
+from tests.kernels.conformance.test_conformance import CASES
 
 CASES_PER_GROUP = 2
 
@@ -21,7 +21,7 @@ CASES_PER_GROUP = 2
 def drawn_cases(seed: int) -> list[Case]:
     """Some cases of every op and dtype that native takes."""
     groups: dict[tuple, list[Case]] = {}
-    for case in cases_rows.all_cases() + cases_attention.all_cases() + cases_logits.all_cases():
+    for case in CASES:
         if dispatch.why_not(case.op, "native", case.key) is None:
             groups.setdefault((case.op, *case.key[1:2]), []).append(case)
     source = random.Random(seed)

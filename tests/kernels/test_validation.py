@@ -143,9 +143,9 @@ def test_a_plan_lists_every_item_once_and_in_order(seed: int) -> None:
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)]).int()
     made = gk.plan_decode(indptr, 4, 2, 8, num_workers=5)
     schedule = made.schedule.tolist()
-    version, batch, items, workers, split = schedule[:5]
-    assert (version, batch, workers, split) == (1, 17, 5, 256)
-    worker_indptr, rest = schedule[5 : 5 + workers + 1], schedule[5 + workers + 1 :]
+    version, batch, items, workers, split, max_q_len, room, window_left = schedule[:8]
+    assert (version, batch, workers, split, max_q_len, room, window_left) == (2, 17, 5, 256, 1, items, -1)
+    worker_indptr, rest = schedule[8 : 8 + workers + 1], schedule[8 + workers + 1 :]
     request_indptr, rest = rest[: batch + 1], rest[batch + 1 :]
     item_request, item_start = rest[:items], rest[items:]
     expected = [(request, start) for request, length in enumerate(lens.tolist()) for start in range(0, length, split)]

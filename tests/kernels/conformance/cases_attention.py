@@ -1,4 +1,5 @@
-"""Cases of attention (head sizes and ratios off the beaten track, masks, windows, caps, sinks, empty rows, holes, poison) and merges."""
+"""Cases of attention over a pool and over contiguous keys (head sizes and ratios off the beaten track, masks, windows, caps, sinks, 8-bit
+caches, empty rows, holes, poison) and merges."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gristmill_kernels.attention import plan_decode
+from gristmill_kernels.attention import max_decode_items, plan_decode
 from tests.kernels.conformance import oracle
 from tests.kernels.conformance.harness import DTYPES, PRODUCT_EPS, Call, Case, Inputs, Output, inner, short, ulp
 
 NAN, INF = float("nan"), float("inf")
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One attention problem. `q_lens` is None for decode; a kv length counts the request's own rows."""
+    """One attention problem. `q_lens` is None for decode; a kv length counts the request's own rows. `ragged`: keys lie one request after
+    another, without a pool; with layout "packed" and as many rows as keys, q, k and v are slices of one tensor."""
 
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...] | None = None
@@ -26,6 +29,8 @@ class Setting:
     dims: tuple[int, int] = (64, 64)
     dtype: torch.dtype = torch.float32
     layout: str = "dense"
+    cache_dtype: torch.dtype | None = None  # None: dtype
+    ragged: bool = False
     causal: bool = True
     mask: str = ""
     logit_cap: float = 0.0
@@ -36,6 +41,8 @@ class Setting:
     sm_scale: float | None = None
     holes: bool = False
     plan_workers: int = 0
+    plan_room: int = 0  # items more than needed
+    plan_window: bool = False  # plan for the window
     q_scale: float = 1.0
     with_lse: bool = True
     note: str = field(default="")
@@ -45,6 +52,7 @@ class Setting:
         parts = [
             f"{self.heads[0]}:{self.heads[1]}x{self.dims[0]}/{self.dims[1]}",
             short(self.dtype),
+            str(self.cache_dtype or "").removeprefix("torch.float8_"),
             "kv" + ",".join(map(str, self.kv_lens)),
             "" if self.q_lens is None else "q" + ",".join(map(str, self.q_lens)),
             self.layout if self.layout != "dense" else "",
@@ -56,6 +64,8 @@ class Setting:
             "scales" * (self.k_scale != 1.0),
             "holes" * self.holes,
             f"plan{self.plan_workers}" * (self.plan_workers > 0),
+            f"room{self.plan_room}" * (self.plan_room > 0),
+            "planwindow" * self.plan_window,
             self.note,
         ]
         return "-".join(part for part in parts if part)
@@ -71,20 +81,17 @@ def _draw_queries(inputs: Inputs, setting: Setting, rows: int) -> Tensor:
 
 
 def _draw_pool(inputs: Inputs, setting: Setting) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Poisoned pool with values only in the slots that a request lists; slots are scattered."""
+    """Poisoned pool with values only in the slots that a request lists; slots are scattered (ragged: in order)."""
     total = sum(setting.kv_lens)
     num_slots = total + 7
-    pool_layout = "padded" if setting.layout in ("packed", "ragged") else "dense"
+    dtype = setting.cache_dtype or setting.dtype
+    layout = {"packed": "padded"}.get(setting.layout, setting.layout)
     num_kv_heads, (head_dim, head_dim_v) = setting.heads[1], setting.dims
-    k_cache = inputs.blank(
-        (num_slots, num_kv_heads, head_dim), setting.dtype, setting.layout if setting.layout == "ragged" else pool_layout
-    )
-    v_cache = inputs.blank(
-        (num_slots, num_kv_heads, head_dim_v), setting.dtype, setting.layout if setting.layout == "ragged" else pool_layout
-    )
-    order = inputs.permutation(num_slots)[:total]
-    k_cache[order] = torch.randn(total, num_kv_heads, head_dim, generator=inputs.generator).to(setting.dtype)
-    v_cache[order] = torch.randn(total, num_kv_heads, head_dim_v, generator=inputs.generator).to(setting.dtype)
+    k_cache = inputs.blank((num_slots, num_kv_heads, head_dim), dtype, layout)
+    v_cache = inputs.blank((num_slots, num_kv_heads, head_dim_v), dtype, layout)
+    order = torch.arange(total) if setting.ragged else inputs.permutation(num_slots)[:total]
+    k_cache[order] = torch.randn(total, num_kv_heads, head_dim, generator=inputs.generator).to(dtype)
+    v_cache[order] = torch.randn(total, num_kv_heads, head_dim_v, generator=inputs.generator).to(dtype)
     slots, lists, taken = order.tolist(), [], 0
     for length in setting.kv_lens:
         lists.append(slots[taken : taken + length])
@@ -95,6 +102,24 @@ def _draw_pool(inputs: Inputs, setting: Setting) -> tuple[Tensor, Tensor, list[l
                 k_cache[one[position]], v_cache[one[position]] = NAN, NAN
                 one[position] = -1
     return k_cache, v_cache, lists
+
+
+def _draw_packed(inputs: Inputs, setting: Setting) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
+    """q, k and v of a prefill as slices of one tensor, with poisoned rows after the last request."""
+    (num_heads, num_kv_heads), (head_dim, head_dim_v) = setting.heads, setting.dims
+    widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim_v)
+    total = sum(setting.kv_lens)
+    qkv = inputs.blank((total + 5, sum(widths)), setting.dtype)
+    qkv[:total] = torch.randn(total, sum(widths), generator=inputs.generator).to(setting.dtype)
+    q, k, v = qkv.split(widths, dim=1)
+    ends = np.cumsum([0, *setting.kv_lens]).tolist()
+    lists = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+    return (
+        q[:total].view(total, num_heads, head_dim),
+        k.unflatten(1, (num_kv_heads, head_dim)),
+        v.unflatten(1, (num_kv_heads, head_dim_v)),
+        lists,
+    )
 
 
 def _poison_unseen(setting: Setting, k_cache: Tensor, v_cache: Tensor, lists: list[list[int]], q_lens: tuple[int, ...]) -> None:
@@ -121,7 +146,7 @@ def _draw_masks(inputs: Inputs, setting: Setting, q_lens: tuple[int, ...]) -> tu
     return masks, inputs.of(flat), inputs.int_list(indptr)
 
 
-def _outputs(inputs: Inputs, setting: Setting, result: oracle.AttentionResult, out: Tensor, lse: Tensor | None) -> list[Output]:
+def check_outputs(setting: Setting, result: oracle.AttentionResult, out: Tensor, lse: Tensor | None) -> list[Output]:
     expected, logit_magnitude = torch.from_numpy(result.out), torch.from_numpy(result.logit_magnitude)
     # An error of the logits (float32 sums of exact products) moves every weight by that much, relatively, twice: above and below the line.
     eps = PRODUCT_EPS[setting.dtype] + 2 * 2.0**-22 * logit_magnitude[..., None]
@@ -133,14 +158,21 @@ def _outputs(inputs: Inputs, setting: Setting, result: oracle.AttentionResult, o
     return outputs
 
 
+def op_of(setting: Setting) -> str:
+    return "ragged_attention" if setting.ragged else "decode_attention" if setting.q_lens is None else "extend_attention"
+
+
 def attention_case(setting: Setting) -> Case:
-    decode = setting.q_lens is None
+    op = op_of(setting)
     q_lens = (1,) * len(setting.kv_lens) if setting.q_lens is None else setting.q_lens
 
     def build(inputs: Inputs) -> Call:
         rows = sum(q_lens)
-        q = _draw_queries(inputs, setting, rows)
-        k_cache, v_cache, lists = _draw_pool(inputs, setting)
+        if setting.ragged and setting.layout == "packed" and q_lens == setting.kv_lens:
+            q, k_cache, v_cache, lists = _draw_packed(inputs, setting)
+        else:
+            q = _draw_queries(inputs, setting, rows)
+            k_cache, v_cache, lists = _draw_pool(inputs, setting)
         _poison_unseen(setting, k_cache, v_cache, lists, q_lens)
         scale = setting.dims[0] ** -0.5 if setting.sm_scale is None else setting.sm_scale
         sinks = inputs.normal(setting.heads[0], scale=2.0) if setting.sinks else None
@@ -165,22 +197,31 @@ def attention_case(setting: Setting) -> Case:
         )
         kv_ends = np.cumsum([0, *setting.kv_lens]).tolist()
         kv_indptr, kv_indices = inputs.int_list(kv_ends), inputs.int_list([slot for one in lists for slot in one])
-        numbers = (scale, setting.logit_cap, setting.window_left, setting.k_scale, setting.v_scale)
-        if decode:
+        numbers: tuple = (scale, setting.logit_cap, setting.window_left, setting.k_scale, setting.v_scale)
+        if op == "decode_attention":
             schedule = workspace = None
             if setting.plan_workers:
-                plan = plan_decode(
-                    torch.tensor(kv_ends, dtype=torch.int32), *setting.heads, setting.dims[1], num_workers=setting.plan_workers
-                )
-                schedule, workspace = plan.schedule, plan.workspace
+                schedule, workspace = _draw_plan(inputs, setting, kv_ends)
             args = (out, lse, q, k_cache, v_cache, kv_indptr, kv_indices, sinks, schedule, workspace, *numbers)
         else:
-            pointers = (inputs.int_list(ends), kv_indptr, kv_indices, flat_mask, mask_indptr, sinks, setting.causal)
-            args = (out, lse, q, k_cache, v_cache, *pointers, *numbers)
-        return Call(args, _outputs(inputs, setting, result, out, lse))
+            pointers = (kv_indptr,) if setting.ragged else (kv_indptr, kv_indices)
+            options = (flat_mask, mask_indptr, sinks, setting.causal, *(numbers[:3] if setting.ragged else numbers))
+            args = (out, lse, q, k_cache, v_cache, inputs.int_list(ends), *pointers, *options)
+        return Call(args, check_outputs(setting, result, out, lse))
 
-    key = ("cpu", setting.dtype, setting.dtype, *setting.dims, *setting.heads)
-    return Case("decode_attention" if decode else "extend_attention", setting.label, build, key)
+    key = ("cpu", setting.dtype, setting.cache_dtype or setting.dtype, *setting.dims, *setting.heads)
+    return Case(op, setting.label, build, key)
+
+
+def _draw_plan(inputs: Inputs, setting: Setting, kv_ends: list[int]) -> tuple[Tensor, Tensor]:
+    """A schedule, and a workspace full of NaN, which must not matter."""
+    indptr = torch.tensor(kv_ends, dtype=torch.int32)
+    room = max_decode_items(len(kv_ends) - 1, kv_ends[-1]) + setting.plan_room
+    plan = plan_decode(
+        indptr, *setting.heads, setting.dims[1], num_workers=setting.plan_workers, max_items=room if setting.plan_room else None,
+        window_left=setting.window_left if setting.plan_window else -1,
+    )  # fmt: skip
+    return inputs.of(plan.schedule), plan.workspace.fill_(NAN)
 
 
 HEAD_DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
@@ -226,7 +267,28 @@ def _decode_settings() -> list[Setting]:
         Setting((12,), dims=(20, 20), note="odd"),
     ]
     settings += [Setting(mixed, plan_workers=workers, dtype=dtype) for workers in (1, 3, 64) for dtype in DTYPES[:2]]
-    return settings + [Setting((0,), plan_workers=2), Setting((520, 30), plan_workers=2, window_left=100, sinks=True, heads=(6, 1))]
+    settings += [Setting((0,), plan_workers=2), Setting((520, 30), plan_workers=2, window_left=100, sinks=True, heads=(6, 1))]
+    settings += [Setting(mixed, plan_workers=3, plan_room=4), Setting((0, 0), plan_workers=3, plan_room=4)]
+    settings += [Setting((770, 30, 0, 257), plan_workers=2, plan_window=True, window_left=window) for window in (0, 100, 255, 256, 600)]
+    return settings + _float8_settings(None)
+
+
+def _float8_settings(q_lens: tuple[int, ...] | None) -> list[Setting]:
+    """8-bit caches: every format under every query dtype, widths that fill no vector, and everything else at once."""
+    few = q_lens and (3, 0, 9)
+    settings = [
+        Setting((17, 0, 300), few, dtype=dtype, cache_dtype=cache_dtype, k_scale=0.37, v_scale=2.5, layout=layout)
+        for cache_dtype in FLOAT8
+        for dtype, layout in zip(DTYPES, ("dense", "packed", "ragged"))
+    ]
+    return settings + [
+        Setting((33, 2), q_lens, (6, 2), (72, 24), torch.bfloat16, cache_dtype=FLOAT8[0], k_scale=0.5),
+        Setting((19, 270), q_lens, (16, 1), (576, 512), torch.bfloat16, cache_dtype=FLOAT8[0], holes=True),
+        Setting(
+            (40, 280), q_lens, (8, 8), (96, 96), torch.float32, cache_dtype=FLOAT8[2], holes=True, window_left=9, sinks=True, logit_cap=4.0
+        ),
+        Setting((40, 280), q_lens, (24, 1), (128, 128), torch.bfloat16, cache_dtype=FLOAT8[1], window_left=30, sinks=True, v_scale=0.1),
+    ]
 
 
 def _extend_settings() -> list[Setting]:
@@ -255,6 +317,38 @@ def _extend_settings() -> list[Setting]:
         Setting((12,), (5,), with_lse=False, note="nolse"),
         Setting((12,), (5,), dims=(20, 20), note="odd"),
         Setting((530,), (70,), heads=(2, 1), dims=(32, 32)),
+    ]
+    return settings + _float8_settings((2, 2))
+
+
+def _ragged_settings() -> list[Setting]:
+    settings = [
+        Setting((5, 40, 0, 300), (5, 3, 0, 44), ragged=True, dtype=dtype, layout=layout)
+        for dtype, layout in zip(DTYPES, ("dense", "packed", "ragged"))
+    ]
+    settings += [Setting((17, 1, 40), (17, 1, 40), ragged=True, layout="packed", dtype=dtype, dims=(192, 128)) for dtype in DTYPES]
+    settings += [
+        Setting((length,), (length,), (3 * ratio, 3), dims, dtype, ragged=True, layout="packed")
+        for number, dims in enumerate(HEAD_DIMS)
+        for length, ratio, dtype in [((1, 15, 16, 17)[number % 4], RATIOS[number % 5], DTYPES[number % 3])]
+    ]
+    settings += [Setting((70, 9), (20, 9), ragged=True, window_left=window, dtype=dtype) for window in (0, 5, 64) for dtype in DTYPES[:2]]
+    settings += [
+        Setting((257,), (40,), (16, 1), (192, 128), torch.bfloat16, ragged=True),
+        Setting((33, 8), (12, 8), ragged=True, causal=False),
+        Setting((33, 8), (12, 8), ragged=True, causal=False, window_left=4),
+        Setting((3, 2), (5, 2), ragged=True, note="qlonger"),
+        Setting((30, 17), (9, 5), ragged=True, mask="mask"),
+        Setting((30, 260), (9, 5), ragged=True, mask="maskrows", dtype=torch.bfloat16),
+        Setting((30, 17), (9, 5), ragged=True, mask="maskrows", window_left=6, sinks=True, causal=False),
+        Setting((33,), (8,), ragged=True, logit_cap=5.0, q_scale=4.0),
+        Setting((20, 3), (6, 4), ragged=True, sinks=True),
+        Setting((24,), (24,), ragged=True, sm_scale=1.0, q_scale=3.0, note="sharp"),
+        Setting((), (), ragged=True, note="emptybatch"),
+        Setting((4, 0), (0, 0), ragged=True, note="norows"),
+        Setting((0,), (3,), ragged=True, note="nokeys"),
+        Setting((12,), (5,), ragged=True, with_lse=False, note="nolse"),
+        Setting((12,), (5,), ragged=True, dims=(20, 20), note="odd"),
     ]
     return settings
 
@@ -298,5 +392,52 @@ def merge_cases() -> list[Case]:
     ]
 
 
+def _merge_states(name: str, lse: Tensor, head_dim: int, dtype: torch.dtype, layout: str, alias: int | None = None) -> Case:
+    """`lse` is [N, T, H]; with an alias the results go into that state."""
+
+    def build(inputs: Inputs) -> Call:
+        o = inputs.normal(*lse.shape, head_dim, dtype=dtype, layout=layout)
+        o[lse == -INF] = NAN
+        given = inputs.of(lse, layout)
+        exact_out, exact_lse, magnitude = map(torch.from_numpy, oracle.merge_many(o.double().numpy(), given.double().numpy()))
+        if alias is None:
+            out, out_lse = inputs.blank(tuple(o.shape[1:]), dtype, layout), inputs.blank(tuple(lse.shape[1:]), torch.float32, layout)
+        else:
+            out, out_lse = o[alias], given[alias]
+        tolerance = inner(exact_out, magnitude, dtype, eps=2.0**-22)
+        exact = (lse != -INF).sum(0) <= 1
+        tolerance[exact] = 0.0
+        finite = exact_lse.masked_fill(exact_lse.isinf(), 0.0)
+        lse_tolerance = torch.where(exact, 0.0, 2 * ulp(finite, torch.float32) + 2.0**-23 * max(1, len(lse)))
+        return Call((out, out_lse, o, given), [Output(out, exact_out, tolerance), Output(out_lse, exact_lse, lse_tolerance)])
+
+    size = "x".join(map(str, (*lse.shape, head_dim)))
+    return Case("merge_states", f"{name}-{size}-{short(dtype)}-{layout}{'' if alias is None else f'-into_{alias}'}", build, ("cpu", dtype))
+
+
+def merge_states_cases() -> list[Case]:
+    # CASE: all empty; one of five not empty, in every place; huge negative ones; all -1e30.
+    edges = torch.full((5, 8, 2), -INF)
+    for state in range(5):
+        edges[state, state + 1] = 1.5 - state
+    edges[:, 6] = -1e30
+    edges[1::2, 7] = torch.tensor([0.5, 3.0])
+    cases = [_merge_states("edges", edges, 64, dtype, "dense", alias) for dtype in DTYPES for alias in (None, 0, 2, 4)]
+    cases += [_merge_states("edges", edges[:2], 64, dtype, "padded") for dtype in DTYPES]
+    spread = torch.linspace(-60, 60, 90).view(3, 10, 3)
+    for dtype, layout in zip(DTYPES, ("dense", "padded", "ragged")):
+        cases += [_merge_states("spread", spread, dim, dtype, layout, alias) for dim in (8, 72, 13, 512) for alias in (None, 1)]
+    many = torch.linspace(3, -3, 64 * 6).view(64, 2, 3)
+    return [
+        *cases,
+        _merge_states("many", many, 128, torch.bfloat16, "dense"),
+        _merge_states("one", spread[:1], 64, torch.bfloat16, "ragged"),
+        _merge_states("large", torch.full((3, 2, 2), 700.0), 128, torch.float32, "dense"),
+        _merge_states("nothing", spread[:0], 64, torch.float32, "dense"),
+        _merge_states("norows", spread[:, :0], 64, torch.float32, "dense"),
+    ]
+
+
 def all_cases() -> list[Case]:
-    return grid_cases() + [attention_case(setting) for setting in _decode_settings() + _extend_settings()] + merge_cases()
+    settings = _decode_settings() + _extend_settings() + _ragged_settings()
+    return grid_cases() + [attention_case(setting) for setting in settings] + merge_cases() + merge_states_cases()

@@ -107,9 +107,14 @@ def _attend_one(
 
 def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array, Array]:
     """Merged output, LSE, and the sum of magnitudes behind every output element."""
-    out, lse, magnitude = np.zeros_like(o_a), np.full_like(lse_a, NEGATIVE_INFINITY), np.zeros_like(o_a)
-    for at in np.ndindex(lse_a.shape):
-        parts = [(value, o) for value, o in ((lse_a[at], o_a[at]), (lse_b[at], o_b[at])) if value != NEGATIVE_INFINITY]
+    return merge_many(np.stack([o_a, o_b]), np.stack([lse_a, lse_b]))
+
+
+def merge_many(states: Array, lses: Array) -> tuple[Array, Array, Array]:
+    """As `merge`, of states [N, T, H, D] and LSEs [N, T, H]."""
+    out, lse, magnitude = np.zeros(states.shape[1:]), np.full(lses.shape[1:], NEGATIVE_INFINITY), np.zeros(states.shape[1:])
+    for at in np.ndindex(lse.shape):
+        parts = [(one_lse[at], one[at]) for one_lse, one in zip(lses, states) if one_lse[at] != NEGATIVE_INFINITY]
         if not parts:
             continue
         largest = max(value for value, _ in parts)
@@ -119,6 +124,17 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Ar
         # A float32 difference of LSEs is off by up to |difference| * 2^-24, so its weight is by that much, relatively.
         magnitude[at] = sum((1 + largest - value) * weight * abs(o) for weight, (value, o) in zip(weights, parts)) / sum(weights)
     return out, lse, magnitude
+
+
+def round_to(values: Array, x: Array) -> Array:
+    """Nearest of `values` (by code; NaN where a code has no finite value), ties to the even code; beyond the largest it saturates."""
+    codes = np.array(sorted((code for code in range(len(values)) if not math.isnan(values[code])), key=lambda code: values[code]))
+    grid = values[codes]
+    bounded = np.clip(x, grid[0], grid[-1])
+    above = np.clip(np.searchsorted(grid, bounded), 1, len(grid) - 1)
+    up, down = grid[above] - bounded, bounded - grid[above - 1]
+    takes_upper = (up < down) | ((up == down) & (codes[above] % 2 == 0))
+    return np.where(np.isnan(x), np.nan, np.where(takes_upper, grid[above], grid[above - 1]))
 
 
 def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:

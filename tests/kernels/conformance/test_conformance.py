@@ -6,10 +6,10 @@ import pytest
 
 from gristmill_kernels import dispatch
 from gristmill_kernels.schema import OPS
-from tests.kernels.conformance import cases_attention, cases_logits, cases_rows
+from tests.kernels.conformance import cases_attention, cases_logits, cases_mla, cases_rows
 from tests.kernels.conformance.harness import Case, pairs, run_case
 
-CASES = cases_rows.all_cases() + cases_attention.all_cases() + cases_logits.all_cases()
+CASES = [case for module in (cases_rows, cases_attention, cases_mla, cases_logits) for case in module.all_cases()]
 
 
 @pytest.mark.parametrize(("family", "case"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1].id}") for pair in pairs(CASES)])
