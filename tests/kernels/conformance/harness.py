@@ -156,12 +156,44 @@ def inner(expected: Tensor, magnitude: Tensor, dtype: torch.dtype, eps: float | 
     return 2 * ulp(expected.to(dtype), dtype) + (PRODUCT_EPS[dtype] if eps is None else eps) * magnitude
 
 
-def run_case(case: Case, op: Callable[..., None], seed: int, family: str) -> None:
-    """Call `op` on freshly drawn inputs. Raises AssertionError when an output is wrong or anything else was written."""
+class Moved:
+    """The arguments of a call on another device: what shared memory still does, and `back` copies everything to where it came from."""
+
+    def __init__(self, args: tuple, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, tuple[Tensor, Tensor]] = {}  # by address: bytes here, bytes there
+        self.args = tuple(self._move(arg) if isinstance(arg, Tensor) else arg for arg in args)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        if storage.data_ptr() not in self._storages:
+            here = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._storages[storage.data_ptr()] = (here, here.to(self._device, copy=True))
+        there = self._storages[storage.data_ptr()][1].untyped_storage()
+        blank = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return blank.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def back(self) -> None:
+        for here, there in self._storages.values():
+            here.copy_(there)
+
+
+def run_case(case: Case, op: Callable[..., None], seed: int, family: str, device: str = "cpu") -> None:
+    """Call `op` on freshly drawn inputs, on `device`. Raises AssertionError when an output is wrong or anything else was written.
+
+    Cases are built and judged on the CPU; for another device the arguments are moved there and everything is moved back.
+    """
     inputs = Inputs(seed, family)
     call = case.build(inputs)
     before = [_with_outputs_zeroed(base, call.outputs) for base in inputs.bases]
-    result = op(*call.args)
+    if device == "cpu":
+        result = op(*call.args)
+    else:
+        moved = Moved(call.args, torch.device(device))
+        result = op(*moved.args)
+        moved.back()
     assert result is None, f"{case.id}: the op returned {type(result).__name__} instead of nothing"
     for output in call.outputs:
         assert_matches(output.view, output.expected, output.tolerance, case.id)
@@ -178,8 +210,13 @@ def pairs(cases: list[Case], device: str = "cpu") -> Iterator[tuple[str, Case]]:
     """(family, case) for every family that takes the case's key."""
     for case in cases:
         for family in dispatch.families_of(case.op, device):
-            if dispatch.why_not(case.op, family, case.key) is None:
+            if dispatch.why_not(case.op, family, key_on(case, device)) is None:
                 yield family, case
+
+
+def key_on(case: Case, device: str) -> tuple:
+    """The case's key, on another device type."""
+    return tuple(device if fact == "cpu" else fact for fact in case.key)
 
 
 def packed(weight: Tensor, family: str) -> Tensor:

@@ -13,7 +13,7 @@ from gristmill_kernels import dispatch
 from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, norm, rope, sampling
 from gristmill_kernels.schema import OPS
 from tests.kernels.conformance import oracle
-from tests.kernels.conformance.harness import pairs, run_case
+from tests.kernels.conformance.harness import Moved, pairs, run_case
 from tests.kernels.conformance.test_conformance import CASES
 
 
@@ -228,6 +228,27 @@ def test_an_implementation_joins_the_suite_by_registering(monkeypatch: pytest.Mo
             run_case(found[0], dispatch.overload("silu_and_mul", "metal"), seed, "metal")
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "apply_rope", "store_kv", "decode_attention"])
+def test_a_call_moved_to_another_device_is_judged_the_same(op: str, seed: int) -> None:
+    """`cpu:0` is another name of the CPU, to which everything is copied and back."""
+    case = next(case for case in CASES if case.op == op)
+    run_case(case, dispatch.overload(op, "reference"), seed, "reference", "cpu:0")
+    with pytest.raises(AssertionError):
+        run_case(case, lambda *args: None, seed, "reference", "cpu:0")
+
+
+def test_moved_arguments_share_memory_as_before() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    moved = Moved((whole[:, :4], 3, None, whole[:, 4:]), torch.device("cpu:0"))
+    left, number, nothing, right = moved.args
+    assert (number, nothing, left.stride(), right.storage_offset()) == (3, None, (6, 1), 4)
+    assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    left.fill_(-1)
+    assert whole[0, 0] == 0
+    moved.back()
+    assert (whole[:, :4] == -1).all() and whole[3, 5] == 23
 
 
 def test_the_oracle_knows_the_published_philox_vectors() -> None:
