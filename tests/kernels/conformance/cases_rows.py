@@ -1,4 +1,4 @@
-"""Cases of the ops that work row by row: norms, rope, activation, storing KV, index lists."""
+"""Cases of the ops that work row by row: norms, rope, activations."""
 
 from __future__ import annotations
 
@@ -47,6 +47,74 @@ def _fused_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str)
     return _rounded_case("fused_add_rms_norm", f"{'x'.join(map(str, shape))}-{short(dtype)}-{layout}", dtype, build)
 
 
+def _gemma_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str, in_place: bool) -> Case:
+    def build(inputs: Inputs) -> Call:
+        x = inputs.normal(*shape, dtype=dtype, layout=layout)
+        weight = inputs.normal(shape[-1], dtype=dtype, scale=0.3)
+        expected = torch.from_numpy(oracle.rms_norm(_np(x), 1 + _np(weight), EPS))
+        out = x if in_place else inputs.blank(shape, dtype, layout)
+        return Call((out, x, weight, EPS), [Output(out, expected, elementwise(expected, dtype))])
+
+    label = f"{'x'.join(map(str, shape))}-{short(dtype)}-{layout}{'-inplace' * in_place}"
+    return _rounded_case("gemma_rms_norm", label, dtype, build)
+
+
+def _gemma_fused_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case:
+    def build(inputs: Inputs) -> Call:
+        x = inputs.normal(*shape, dtype=dtype, layout=layout)
+        residual = inputs.normal(*shape, dtype=dtype, layout=layout, scale=3.0)
+        weight = inputs.normal(shape[-1], dtype=dtype, scale=0.3)
+        total = (x.double() + residual.double()).to(dtype)
+        expected = torch.from_numpy(oracle.rms_norm(_np(total), 1 + _np(weight), EPS))
+        return Call((x, residual, weight, EPS), [Output(x, expected, elementwise(expected, dtype)), Output(residual, total, None)])
+
+    return _rounded_case("gemma_fused_add_rms_norm", f"{'x'.join(map(str, shape))}-{short(dtype)}-{layout}", dtype, build)
+
+
+def _layer_norm(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str,
+    given: str = "wb",
+    mean: float = 0.3,
+    scale: float = 1.0,
+    in_place: bool = False,
+) -> Case:
+    """`given` says which of weight and bias there are."""
+
+    def build(inputs: Inputs) -> Call:
+        x = inputs.normal(*shape, dtype=dtype, layout=layout, scale=scale)
+        x += mean
+        weight = inputs.normal(shape[-1], dtype=dtype) if "w" in given else None
+        bias = inputs.normal(shape[-1], dtype=dtype) if "b" in given else None
+        parts = [None if part is None else _np(part) for part in (weight, bias)]
+        expected, magnitude = map(torch.from_numpy, oracle.layer_norm(_np(x), *parts, EPS))
+        out = x if in_place else inputs.blank(shape, dtype, layout)
+        return Call((out, x, weight, bias, EPS), [Output(out, expected, inner(expected, magnitude, dtype, eps=2.0**-22))])
+
+    label = f"{'x'.join(map(str, shape))}-{short(dtype)}-{layout}-{given or 'plain'}-mean{mean:g}-scale{scale:g}{'-inplace' * in_place}"
+    return _rounded_case("layer_norm", label, dtype, build)
+
+
+def _gemma_and_layer_cases() -> list[Case]:
+    shapes = [(1, 1), (1, 7), (3, 64), (5, 576), (2, 4097), (4, 3, 80), (2, 2, 3, 40)]
+    cases = [_gemma_rms_norm(shape, dtype, layout, False) for shape in shapes for dtype, layout in zip(DTYPES, LAYOUTS)]
+    cases += [_gemma_rms_norm((5, 72), dtype, "ragged", True) for dtype in DTYPES] + [
+        _gemma_rms_norm((0, 64), torch.float32, "dense", False)
+    ]
+    cases += [
+        _gemma_fused_add_rms_norm(shape, dtype, layout)
+        for shape in [(1, 7), (3, 576), (2, 3, 80)]
+        for dtype, layout in zip(DTYPES, LAYOUTS)
+    ]
+    cases += [_layer_norm(shape, dtype, layout) for shape in shapes for dtype, layout in zip(DTYPES, LAYOUTS)]
+    cases += [_layer_norm((4, 33), dtype, "padded", given) for dtype in DTYPES for given in ("w", "b", "")]
+    cases += [_layer_norm((3, 100), dtype, "dense", "wb", mean, scale) for dtype in DTYPES for mean, scale in [(0, 1e-4), (50, 1), (-8, 0)]]
+    return (
+        cases + [_layer_norm((5, 72), dtype, "ragged", in_place=True) for dtype in DTYPES] + [_layer_norm((0, 8), torch.float32, "dense")]
+    )
+
+
 def norm_cases() -> list[Case]:
     shapes = [(1, 1), (1, 7), (3, 64), (5, 576), (2, 1000), (2, 4097), (4, 3, 80), (2, 2, 3, 40), (129,)]
     cases = [_rms_norm(shape, dtype, layout, 1.0, False) for shape in shapes for dtype, layout in zip(DTYPES, LAYOUTS)]
@@ -57,7 +125,7 @@ def norm_cases() -> list[Case]:
         _fused_add_rms_norm(shape, dtype, layout) for shape in [(1, 7), (3, 576), (2, 3, 80)] for dtype, layout in zip(DTYPES, LAYOUTS)
     ]
     cases += [_fused_add_rms_norm((4, 33), dtype, "ragged") for dtype in DTYPES] + [_fused_add_rms_norm((0, 8), torch.float32, "dense")]
-    return cases
+    return cases + _gemma_and_layer_cases()
 
 
 def _apply_rope(heads: tuple[int, int], head_dim: int, rotary_dim: int, dtype: torch.dtype, is_neox: bool, packed: bool) -> Case:
@@ -105,95 +173,30 @@ def _silu_and_mul(shape: tuple[int, ...], dtype: torch.dtype, layout: str, scale
     return _rounded_case("silu_and_mul", f"{'x'.join(map(str, shape))}-{short(dtype)}-{layout}-scale{scale:g}", dtype, build)
 
 
+def _gated(op: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str, scale: float, *options: float) -> Case:
+    """The gates with a tolerance of 2 ulp + 2^-22 |gate * factor|."""
+
+    def build(inputs: Inputs) -> Call:
+        x = inputs.normal(*shape, dtype=dtype, layout=layout, scale=scale)
+        if x.numel():
+            x.flatten()[-1] = float("nan")
+        expected, magnitude = map(torch.from_numpy, getattr(oracle, op)(_np(x), *options))
+        out = inputs.blank((*shape[:-1], shape[-1] // 2), dtype, layout)
+        return Call((out, x, *options), [Output(out, expected.to(dtype), inner(expected, magnitude, dtype, eps=2.0**-22))])
+
+    label = f"{'x'.join(map(str, shape))}-{short(dtype)}-{layout}-scale{scale:g}{''.join(f'-{option:g}' for option in options)}"
+    return _rounded_case(op, label, dtype, build)
+
+
 def activation_cases() -> list[Case]:
     shapes = [(1, 2), (3, 14), (2, 3072), (4, 3, 66), (0, 8), (7, 1000)]
     cases = [_silu_and_mul(shape, dtype, layout, 2.0) for shape in shapes for dtype, layout in zip(DTYPES, LAYOUTS)]
-    return cases + [_silu_and_mul((3, 50), dtype, "ragged", scale) for dtype in DTYPES for scale in (1e-3, 60.0)]
-
-
-def _store_kv(head_dim: int, head_dim_v: int, num_heads: int, dtype: torch.dtype, layout: str, slots: list[int]) -> Case:
-    def build(inputs: Inputs) -> Call:
-        k = inputs.normal(len(slots), num_heads, head_dim, dtype=dtype, layout=layout)
-        v = inputs.normal(len(slots), num_heads, head_dim_v, dtype=dtype, layout=layout)
-        k_cache, v_cache = inputs.blank((20, num_heads, head_dim), dtype, layout), inputs.blank((20, num_heads, head_dim_v), dtype, layout)
-        outputs = []
-        for cache, rows in ((k_cache, k), (v_cache, v)):
-            expected = cache.clone()
-            for token, slot in enumerate(slots):
-                if slot >= 0:
-                    expected[slot] = rows[token]
-                else:
-                    rows[token] = float("nan")  # padding holds anything
-            outputs.append(Output(cache, expected, None))
-        return Call((k_cache, v_cache, k, v, inputs.int_list(slots)), outputs)
-
-    label = f"{num_heads}x{head_dim}/{head_dim_v}-{short(dtype)}-{layout}-{len(slots)}rows"
-    return Case("store_kv", label, build, ("cpu", dtype, dtype))
-
-
-def store_cases() -> list[Case]:
-    slots = [3, -1, 19, 0, -1, 7]
-    widths = [(64, 64, 2), (72, 40, 3), (576, 512, 1), (8, 8, 1), (13, 5, 2)]
-    cases = [_store_kv(*width, dtype, layout, slots) for width in widths for dtype, layout in zip(DTYPES, LAYOUTS)]
-    return cases + [_store_kv(64, 64, 2, torch.bfloat16, "dense", empty) for empty in ([], [-1, -1])]
-
-
-def _kv_indices(lens: list[int], starts: list[int] | None, extra: int, layout: str) -> Case:
-    def build(inputs: Inputs) -> Call:
-        rows = inputs.permutation(len(lens) + 3)[: len(lens)].tolist()
-        table = inputs.of(torch.randint(0, 10_000, (len(lens) + 3, 600), generator=inputs.generator).int(), layout)
-        begin = starts or [0] * len(lens)
-        flat = [slot for row, first, end in zip(rows, begin, lens) for slot in table[row, first : max(first, end)].tolist()]
-        sizes = torch.tensor([0, *(max(0, end - first) for first, end in zip(begin, lens))])
-        indptr, indices = inputs.blank((len(lens) + 1,), torch.int32), inputs.blank((len(flat) + extra,), torch.int32)
-        written = indices[: len(flat)]  # what lies behind is left alone
-        args = (indptr, indices, table, inputs.int_list(rows), inputs.int_list(lens), None if starts is None else inputs.int_list(starts))
-        return Call(args, [Output(indptr, sizes.cumsum(0), None), Output(written, torch.tensor(flat), None)])
-
-    label = f"{len(lens)}requests-{layout}{'-start' * (starts is not None)}-extra{extra}"
-    return Case("kv_indices", label, build, ("cpu",))
-
-
-def _qo_indptr(lens: list[int]) -> Case:
-    def build(inputs: Inputs) -> Call:
-        out = inputs.blank((len(lens) + 1,), torch.int32)
-        return Call((out, inputs.int_list(lens)), [Output(out, torch.tensor([0, *lens]).cumsum(0), None)])
-
-    return Case("qo_indptr", f"{len(lens)}requests", build, ("cpu",))
-
-
-def _write_req_to_token(runs: list[tuple[int, int]], layout: str) -> Case:
-    def build(inputs: Inputs) -> Call:
-        rows = inputs.permutation(len(runs) + 2)[: len(runs)].tolist()
-        table = inputs.blank((len(runs) + 2, 300), torch.int32, layout)
-        slots = inputs.ints(0, 10_000, sum(length for _, length in runs))
-        expected, taken = table.clone(), 0
-        for row, (start, length) in zip(rows, runs):
-            expected[row, start : start + length] = slots[taken : taken + length]
-            taken += length
-        args = (table, inputs.int_list(rows), inputs.int_list([run[0] for run in runs]), inputs.int_list([run[1] for run in runs]), slots)
-        return Call(args, [Output(table, expected, None)])
-
-    return Case("write_req_to_token", f"{len(runs)}runs-{layout}", build, ("cpu",))
-
-
-def index_cases() -> list[Case]:
-    cases = [
-        _kv_indices(lens, None, 0, layout)
-        for lens, layout in [([5], "dense"), ([1, 0, 257, 600], "padded"), ([], "dense"), ([0, 0], "dense")]
-    ]
-    cases += [
-        _kv_indices([9, 300, 4, 0], [2, 44, 4, 0], 7, "padded"),
-        _kv_indices([3, 5], [6, 1], 0, "ragged"),
-        _kv_indices([17] * 40, None, 3, "dense"),
-    ]
-    cases += [_qo_indptr(lens) for lens in ([], [0], [1, 0, 512, 3], [1] * 200)]
-    cases += [
-        _write_req_to_token(runs, layout)
-        for runs, layout in [([(0, 5)], "dense"), ([(3, 0), (290, 10), (0, 300)], "padded"), ([], "dense")]
-    ]
-    return cases
+    cases += [_silu_and_mul((3, 50), dtype, "ragged", scale) for dtype in DTYPES for scale in (1e-3, 60.0)]
+    for op, options in (("gelu_and_mul", ()), ("gelu_tanh_and_mul", ()), ("swiglu_oai", (1.702, 7.0))):
+        cases += [_gated(op, shape, dtype, layout, 2.0, *options) for shape in shapes for dtype, layout in zip(DTYPES, LAYOUTS)]
+        cases += [_gated(op, (3, 50), dtype, "ragged", scale, *options) for dtype in DTYPES for scale in (1e-3, 6.0, 60.0)]
+    return cases + [_gated("swiglu_oai", (3, 50), dtype, "padded", 3.0, 0.5, limit) for dtype in DTYPES for limit in (2.5, float("inf"))]
 
 
 def all_cases() -> list[Case]:
-    return norm_cases() + rope_cases() + activation_cases() + store_cases() + index_cases()
+    return norm_cases() + rope_cases() + activation_cases()

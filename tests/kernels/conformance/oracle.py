@@ -16,6 +16,16 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
+def layer_norm(x: Array, weight: Array | None, bias: Array | None, eps: float) -> tuple[Array, Array]:
+    """Normalised rows and the sum of magnitudes behind every element."""
+    mean = x.mean(axis=-1, keepdims=True)
+    inverse = 1 / np.sqrt(((x - mean) ** 2).mean(axis=-1, keepdims=True) + eps)
+    factor = inverse * (1.0 if weight is None else weight)
+    offset = 0.0 if bias is None else bias
+    magnitude = (abs(x) + abs(x).mean(axis=-1, keepdims=True)) * abs(factor) + abs(offset)
+    return (x - mean) * factor + offset, magnitude
+
+
 def rope(x: Array, positions: NDArray[np.int32], table: Array, is_neox: bool) -> tuple[Array, Array]:
     """Rotated [T, H, D] and the sum of magnitudes behind every element."""
     result, magnitude = x.copy(), np.zeros_like(x)
@@ -38,6 +48,63 @@ def silu_and_mul(x: Array) -> Array:
     gate, up = x[..., :half], x[..., half:]
     with np.errstate(over="ignore"):
         return gate / (1.0 + np.exp(-gate)) * up
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+
+
+def gelu_and_mul(x: Array) -> tuple[Array, Array]:
+    """gate * Phi(gate) * up and |gate * up|."""
+    gate, up = _halves(x)
+    normal_cdf = np.vectorize(lambda g: 0.5 * math.erfc(-g / math.sqrt(2.0)), otypes=[np.float64])
+    return gate * normal_cdf(gate) * up, abs(gate * up)
+
+
+def gelu_tanh_and_mul(x: Array) -> tuple[Array, Array]:
+    """The tanh form of the same, by 1 + tanh(y) = 2 / (1 + e^-2y)."""
+    gate, up = _halves(x)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-2 * inner)) * up, abs(gate * up)
+
+
+def swiglu_oai(x: Array, alpha: float, limit: float) -> tuple[Array, Array]:
+    gate, up = np.minimum(x[..., 0::2], limit), np.clip(x[..., 1::2], -limit, limit)
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-alpha * gate)) * (up + 1), abs(gate) * (abs(up) + 1)
+
+
+# The 8-bit floats: exponent bits, mantissa bits, bias, and the codes (without sign) that are no finite number.
+_FLOAT8 = {"e4m3fn": (4, 3, 7, {0x7F}), "e5m2": (5, 2, 15, {0x7C, 0x7D, 0x7E, 0x7F}), "e4m3fnuz": (4, 3, 8, set())}
+
+
+def float8_values(name: str) -> Array:
+    """All finite values >= 0 of a format, ascending; the index of a value is its code."""
+    _, mantissa_bits, bias, others = _FLOAT8[name]
+    values = []
+    for code in range(128):
+        exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+        fraction = mantissa / (1 << mantissa_bits)
+        value = math.ldexp(1 + fraction, exponent - bias) if exponent else math.ldexp(fraction, 1 - bias)
+        if code not in others:
+            values.append(value)
+    return np.array(values)
+
+
+def to_float8(x: NDArray[np.float32], name: str) -> Array:
+    """The value of a format nearest to each x, of two equally near ones that with the even code; saturating; NaN for NaN."""
+    values = float8_values(name)
+    magnitude = np.minimum(abs(x.astype(np.float64)), values[-1])
+    above = np.clip(np.searchsorted(values, magnitude), 1, len(values) - 1)
+    middle = (values[above - 1] + values[above]) / 2
+    take_above = (magnitude > middle) | ((magnitude == middle) & (above % 2 == 0))
+    rounded = np.where(take_above, values[above], values[above - 1])
+    return np.where(np.isnan(x), np.nan, np.copysign(rounded, x))
+
+
+def float32_quotient(x: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
+    return x / np.float32(scale)
 
 
 @dataclass

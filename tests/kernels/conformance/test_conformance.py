@@ -6,10 +6,11 @@ import pytest
 
 from gristmill_kernels import dispatch
 from gristmill_kernels.schema import OPS
-from tests.kernels.conformance import cases_attention, cases_logits, cases_mla, cases_rows
+from tests.kernels.conformance import cases_attention, cases_indices, cases_kvcache, cases_logits, cases_mla, cases_rows
 from tests.kernels.conformance.harness import Case, pairs, run_case
 
-CASES = [case for module in (cases_rows, cases_attention, cases_mla, cases_logits) for case in module.all_cases()]
+MODULES = (cases_rows, cases_kvcache, cases_indices, cases_attention, cases_mla, cases_logits)
+CASES = [case for module in MODULES for case in module.all_cases()]
 
 
 @pytest.mark.parametrize(("family", "case"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1].id}") for pair in pairs(CASES)])
