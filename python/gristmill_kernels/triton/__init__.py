@@ -41,6 +41,19 @@ _HOME = {
     "gemma_rms_norm": "norm",
     "gemma_fused_add_rms_norm": "norm",
     "layer_norm": "norm",
+    "silu_and_mul": "activation",
+    "gelu_and_mul": "activation",
+    "gelu_tanh_and_mul": "activation",
+    "swiglu_oai": "activation",
+    "apply_rope": "rope",
+    "apply_rope_store_kv": "rope",
+    "store_kv": "kvcache",
+    "copy_slots": "kvcache",
+    "transfer_kv": "kvcache",
+    "decode_attention": "attention_decode",
+    "extend_attention": "attention_extend",
+    "ragged_attention": "attention_extend",
+    "merge_state": "merge",
 }
 
 
