@@ -27,7 +27,10 @@ from tests.runtime.scheduler.model import Case, FakeMasks, is_masked, is_penaliz
 from tests.runtime.scheduler.referee import Referee, SpyTree
 from tests.runtime.scheduler.servers import RandomServer
 
-_CHANGING = ("drain", "send", "publish")  # moments before which the scheduler did something: it is looked at, whatever the server says
+_CHANGING = (
+    "drain",
+    "send",
+)  # moments after the scheduler released, planned or applied something: it is looked at, whatever the server says
 
 
 @dataclass

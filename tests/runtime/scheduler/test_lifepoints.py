@@ -54,6 +54,7 @@ def small_case(depth: int, chunk: int, mixed: bool, page: int, **settings: Any) 
         "mixed_chunks": mixed,
         "lookahead_tokens": 1,
         "new_token_ratio": 0.0,
+        "check": False,
         "preempt_threshold": 10 if mixed == bool(chunk) else 0,
     }
     return Case(seed=0, depth=depth, config=make_config(**{**config, **settings}))

@@ -9,8 +9,8 @@ import pytest
 from tests.runtime.scheduler.faults import FAULTS, NOTICED, planted
 from tests.runtime.scheduler.simulator import run_schedule
 
-N_SCHEDULES = 1500
-N_BLOCKS = 6
+N_SCHEDULES = 1200
+N_BLOCKS = 4
 
 
 @pytest.mark.parametrize("block", range(N_BLOCKS))
