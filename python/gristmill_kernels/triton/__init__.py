@@ -4,8 +4,8 @@ How to add an op (say `merge_state`, in a module `merge.py` of this package):
 
 1. Write the kernel with `@triton.jit`. Parameters in this order: pointers (not annotated), then `tl.int64` strides, `tl.int32` numbers and
    `tl.float32` numbers as they come, then every `tl.constexpr`. Strides are int64 so that `index * stride` never wraps. The launcher claims
-   16-byte alignment for float pointers and divisibility by 16 or 8 for the `tl.int64` arguments when all of them have it; nothing is
-   claimed for int32 numbers and index tensors. An optional pointer may be None: test it with `if lse is not None:`.
+   16-byte alignment for pointers to data and divisibility by 16 or 8 for the `tl.int64` arguments when all of them have it; nothing is
+   claimed for int32 numbers and for pointers to int32, int64 and bool. An optional pointer may be None: test it with `if lse is not None:`.
 2. Wrap it: `_merge = launch.Kernel(_merge_kernel)`, and call it from a function with exactly the arguments of the op's schema:
    `_merge(grid, (out, o_a, ..., out.stride(0), ...), (D, BLOCK), launch.Options(num_warps=4))`: grid of three ints, run-time arguments in
    the kernel's order, constants in the kernel's order. Constants and options must be hashable; each distinct combination is one compile.

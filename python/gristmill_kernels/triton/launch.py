@@ -44,6 +44,8 @@ TYPE_NAMES: Mapping[torch.dtype, str] = {
 }
 
 
+# Pointers to these, which may begin anywhere in a longer list, are claimed to be aligned to their elements only.
+INDEX_TYPES = frozenset((torch.int32, torch.int64, torch.bool))
 # What is claimed of strides whose lowest four bits, or-ed together, are the place in this table.
 _DIVISORS = (16, 1, 1, 1, 1, 1, 1, 1, 8, 1, 1, 1, 1, 1, 1, 1)
 
@@ -149,7 +151,7 @@ class Kernel:
             address = tensor.data_ptr()
             types.append(dtype := tensor.dtype)
             addresses.append(address)
-            if dtype.is_floating_point:
+            if dtype not in INDEX_TYPES:
                 alignment |= address
         divisors = 0
         for stride in args[self._strides]:
@@ -162,7 +164,7 @@ class Kernel:
         handle(grid, addresses, args)
 
     def source(self, types: Sequence[torch.dtype | None], aligned: bool, divisor: int, constants: tuple) -> ASTSource:
-        """What the compiler gets: `aligned` claims 16 bytes for float pointers, `divisor` (16, 8 or 1) is claimed for all strides."""
+        """What the compiler gets: `aligned` claims 16 bytes for pointers to data, `divisor` (16, 8 or 1) is claimed for all strides."""
         names = list(inspect.signature(self.function.fn).parameters)
         if len(types) != self.num_pointers or len(constants) != self.num_constants:
             raise TypeError(
@@ -172,7 +174,7 @@ class Kernel:
         signature = dict(zip(names, [*pointers, *self.numbers, *("constexpr" for _ in constants)]))
         fixed = {(place,): None for place, dtype in enumerate(types) if dtype is None}
         fixed |= {(len(names) - len(constants) + place,): value for place, value in enumerate(constants)}
-        claims = {(place,): 16 for place, dtype in enumerate(types) if aligned and dtype is not None and dtype.is_floating_point}
+        claims = {(place,): 16 for place, dtype in enumerate(types) if aligned and dtype is not None and dtype not in INDEX_TYPES}
         if divisor > 1:
             claims |= {(place,): divisor for place in range(self._strides.start, self._strides.stop)}
         attributes = {place: [["tt.divisibility", claim]] for place, claim in claims.items()}
