@@ -1,7 +1,8 @@
 """Decode attention in Triton: split-KV over (split of a request, KV head), the query heads of a group packed into the rows of one product,
 then a merge of the splits. Rows of K and V are gathered one slot at a time through kv_indices.
 
-Promise: lists are cut at multiples of the table's `split_tokens`, counted from the start of a request's list, blocks at multiples of `block_n`, and splits are merged in order, so a row is the same bit for bit whatever its neighbours, the plan or the number of programs.
+Promise: lists are cut at multiples of the table's `split_tokens`, counted from the start of a request's list, blocks at multiples of
+`block_n`, and splits are merged in order, so a row is the same bit for bit whatever its neighbours, the plan or the number of programs.
 Two architectures, or two tables, may differ in the last bits.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., Flash-Decoding (2023).

@@ -3,8 +3,8 @@ Not a kernel and not a launcher.
 
 Work items without a host-side plan. A list of length n cut every `step` entries has ceil(n / step) pieces, but lengths live on the device.
 Since floor((a + n) / step) + 1 >= floor(a / step) + ceil(n / step), giving request b the item numbers from `indptr[b] // step + b` up to
-`indptr[b + 1] // step + b + 1` leaves room for all of its pieces, needs no prefix sum, and is bounded by `total // step + B`, which the host
-knows. At most one number per request stays unused.
+`indptr[b + 1] // step + b + 1` leaves room for all of its pieces, needs no prefix sum, and is bounded by `total // step + B`, which the
+host knows. At most one number per request stays unused.
 """
 
 from __future__ import annotations
@@ -97,13 +97,9 @@ def supports_attention(key: AttentionKey) -> str | None:
 
 def _unreadable(device: str, cache_dtype: torch.dtype) -> str | None:
     """Why Triton cannot convert an 8-bit float on this device, or None."""
-    if cache_dtype == torch.float8_e4m3fnuz and (device == "cpu" or torch.version.hip is None):
+    nvidia = device == "cuda" and torch.version.hip is None
+    if cache_dtype == torch.float8_e4m3fnuz and (device == "cpu" or nvidia):
         return "e4m3fnuz is a format of AMD GPUs"
-    if (
-        cache_dtype == torch.float8_e4m3fn
-        and device == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability() < (8, 9)
-    ):
+    if cache_dtype == torch.float8_e4m3fn and nvidia and torch.cuda.get_device_capability() < (8, 9):
         return "e4m3fn needs compute capability 8.9 or newer"
     return None

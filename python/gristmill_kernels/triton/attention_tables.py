@@ -44,8 +44,8 @@ DECODE_CANDIDATES = tuple(
 EXTEND_CANDIDATES = tuple(
     ExtendConfig(block_m, block_n, head_major, Options(num_warps, num_stages))
     for block_m, block_n, num_warps, num_stages, head_major in (
-        (128, 64, 8, 3, True), (128, 64, 8, 2, True), (128, 128, 8, 2, True), (128, 128, 8, 3, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
-        (128, 32, 4, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 3, False), (128, 128, 8, 2, False),
+        (128, 64, 8, 3, True), (128, 64, 8, 2, True), (128, 128, 8, 2, True), (128, 128, 8, 3, True), (64, 64, 4, 2, True),
+        (64, 64, 4, 3, True), (128, 32, 4, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 3, False), (128, 128, 8, 2, False),
     )
 )  # fmt: skip
 

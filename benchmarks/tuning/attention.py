@@ -1,0 +1,136 @@
+"""Candidates and problems of the attention kernels: bf16, 32 query heads on 8 KV heads of 128, and latent attention 512 + 64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.tuning import Candidate, Table
+from gristmill_kernels.triton import attention_decode, attention_extend, attention_tables
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+BF16, INT, WIDE = torch.bfloat16, torch.int32, torch.float32
+
+
+def _indptr(batch: int, length: int) -> Tensor:
+    return torch.arange(batch + 1, dtype=INT, device="cuda") * length
+
+
+@dataclass
+class Decode:
+    """One row per request over `length` scattered slots."""
+
+    batch: int
+    length: int
+    data: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch} S{self.length}"
+
+    def _make(self) -> None:
+        total = self.batch * self.length
+        self.data = {
+            "q": torch.randn(self.batch, HEADS, DIM, dtype=BF16, device="cuda"),
+            "k": torch.randn(total, KV_HEADS, DIM, dtype=BF16, device="cuda"),
+            "v": torch.randn(total, KV_HEADS, DIM, dtype=BF16, device="cuda"),
+            "indptr": _indptr(self.batch, self.length),
+            "indices": torch.randperm(total, device="cuda").to(INT),
+        }
+
+    def run(self, candidate: Candidate) -> Tensor:
+        if not self.data:
+            self._make()
+        q, k, v, indptr, indices = self.data.values()
+        out = torch.empty_like(q)
+        attention_decode.decode_with(candidate.config, out, None, q, k, v, indptr, indices, None, None, DIM**-0.5, 0.0, -1, 1.0, 1.0)
+        return out
+
+    def rate(self, us: float) -> str:
+        return f"{self.batch * self.length * KV_HEADS * DIM * 4 / us * 1e-6:.2f} TB/s"
+
+    def release(self) -> None:
+        self.data = {}
+
+
+@dataclass
+class Prefill:
+    """Causal prefill of whole prompts, through a table of scattered slots or over contiguous keys."""
+
+    batch: int
+    length: int
+    paged: bool
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{'paged' if self.paged else 'ragged'} B{self.batch} S{self.length}"
+
+    def _make(self) -> None:
+        total = self.batch * self.length
+        self.data = {
+            "q": torch.randn(total, HEADS, DIM, dtype=BF16, device="cuda"),
+            "k": torch.randn(total, KV_HEADS, DIM, dtype=BF16, device="cuda"),
+            "v": torch.randn(total, KV_HEADS, DIM, dtype=BF16, device="cuda"),
+            "indptr": _indptr(self.batch, self.length),
+            "indices": torch.randperm(total, device="cuda").to(INT) if self.paged else None,
+        }
+
+    def run(self, candidate: Candidate) -> Tensor:
+        if not self.data:
+            self._make()
+        q, k, v, indptr, indices = self.data.values()
+        out = torch.empty_like(q)
+        attention_extend.extend_with(
+            candidate.config, out, None, q, k, v, indptr, indptr, indices, None, None, None, True, DIM**-0.5, 0.0, -1, 1.0, 1.0
+        )
+        return out
+
+    def rate(self, us: float) -> str:
+        return f"{2 * self.batch * HEADS * self.length**2 * DIM / us * 1e-6:.0f} TFLOP/s"
+
+    def release(self) -> None:
+        self.data = {}
+
+
+def _decode_candidate(config: attention_tables.DecodeConfig) -> Candidate:
+    def sources() -> list[tuple[Any, Any]]:
+        constants = attention_decode.split_constants(DIM, DIM, HEADS, KV_HEADS, config, False, False)
+        return [(attention_decode._split.source((WIDE, BF16, BF16, BF16, INT, INT), True, 16, constants), config.options)]
+
+    return Candidate(attention_tables.entry_of(config, DIM), config, sources)
+
+
+def _extend_candidate(config: attention_tables.ExtendConfig, paged: bool) -> Candidate:
+    def sources() -> list[tuple[Any, Any]]:
+        constants = attention_extend.extend_constants(DIM, DIM, HEADS, KV_HEADS, config, True, False, False)
+        types = (BF16, None, BF16, BF16, BF16, INT, INT, INT if paged else None, None, None, None)
+        return [(attention_extend._extend.source(types, True, 16, constants), config.options)]
+
+    return Candidate(attention_tables.entry_of(config, DIM), config, sources)
+
+
+def tables() -> list[Table]:
+    return [
+        Table(
+            "decode",
+            DIM,
+            [_decode_candidate(config) for config in attention_tables.DECODE_CANDIDATES],
+            lambda: [Decode(64, 4096), Decode(8, 16384), Decode(1, 65536)],
+        ),
+        Table(
+            "ragged",
+            DIM,
+            [_extend_candidate(config, False) for config in attention_tables.EXTEND_CANDIDATES],
+            lambda: [Prefill(4, 4096, False), Prefill(1, 16384, False)],
+        ),
+        Table(
+            "extend",
+            DIM,
+            [_extend_candidate(config, True) for config in attention_tables.EXTEND_CANDIDATES],
+            lambda: [Prefill(4, 4096, True), Prefill(1, 16384, True)],
+        ),
+    ]
