@@ -6,7 +6,10 @@ publisher; kv_event_reader.py is the other end.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -95,14 +98,15 @@ class KvEventPublisher:
 
     Args:
         context: For the sockets.
-        endpoint: An ipc:// path; `replay_endpoint` of it is bound too. Both sockets can be used by the owner of this process only.
+        endpoint: An ipc:// path; `replay_endpoint` of it is bound too. Both sockets can be used by the owner of this process only. What a
+            dead process left there is replaced, anything else is not.
         page_size: Tokens per page.
         queue_batches: Batches that wait for one reader at most.
         ring_batches: Batches that can be replayed.
         clock: Seconds since the epoch.
 
     Raises:
-        GristmillError: The endpoint cannot be bound.
+        GristmillError: The endpoint cannot be bound, or another process has it.
     """
 
     def __init__(
@@ -119,14 +123,19 @@ class KvEventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring_batches)
         self._replays: deque[tuple[bytes, int]] = deque()  # (reader, next sequence number)
+        self._files: list[tuple[str, int]] = []  # (path, inode) of our sockets
         self.next_seq = 0
         self._pub = context.socket(zmq.PUB)
         self._replay = context.socket(zmq.ROUTER)
         self._pub.set_hwm(queue_batches)
         self._replay.set_hwm(ring_batches + 1)  # a whole replay and its end fit; what a reader does not take is dropped
-        for socket, address in ((self._pub, endpoint), (self._replay, replay_endpoint(endpoint))):
-            socket.setsockopt(zmq.LINGER, 0)
-            _bind(socket, address, self.close)
+        try:
+            for zmq_socket, address in ((self._pub, endpoint), (self._replay, replay_endpoint(endpoint))):
+                zmq_socket.setsockopt(zmq.LINGER, 0)
+                self._bind(zmq_socket, address)
+        except (zmq.ZMQError, OSError) as error:
+            self.close()
+            raise GristmillError(f"cannot publish KV events on {endpoint}: {error.strerror or error}") from None
 
     @property
     def socket(self) -> zmq.Socket:
@@ -169,17 +178,42 @@ class KvEventPublisher:
     def _send_replay(self, reader: bytes, seq: bytes, payload: bytes) -> None:
         self._replay.send_multipart((reader, b"", seq, payload), zmq.NOBLOCK)
 
+    def _bind(self, zmq_socket: zmq.Socket, address: str) -> None:
+        """Let `zmq_socket` listen. At an ipc:// path it gets a socket made here: ZeroMQ would delete whatever file is there."""
+        path = address.removeprefix("ipc://")
+        if path == address:
+            zmq_socket.bind(address)
+            return
+        _remove_dead_socket(path)
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
+            listener.bind(path)
+            self._files.append((path, os.lstat(path).st_ino))
+            os.chmod(path, 0o600)  # nobody can connect before it listens
+            listener.setblocking(False)
+            listener.listen(128)
+            zmq_socket.setsockopt(zmq.USE_FD, listener.fileno())
+            zmq_socket.bind(address)
+            listener.detach()
+
     def close(self) -> None:
         self._pub.close()
         self._replay.close()
+        for path, inode in self._files:
+            with contextlib.suppress(OSError):
+                if os.lstat(path).st_ino == inode:
+                    os.unlink(path)
+        self._files = []
 
 
-def _bind(socket: zmq.Socket, endpoint: str, give_up: Callable[[], None]) -> None:
-    path = endpoint.removeprefix("ipc://")
-    try:
-        socket.bind(endpoint)
-        if path != endpoint:
-            os.chmod(path, 0o600)
-    except (zmq.ZMQError, OSError) as error:
-        give_up()
-        raise GristmillError(f"cannot publish KV events on {endpoint}: {error}") from None
+def _remove_dead_socket(path: str) -> None:
+    """Remove a socket on which nobody listens; leave anything else, so that binding fails."""
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except BlockingIOError:  # somebody listens, with a full backlog
+            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,39 @@ def test_a_reader_fills_a_gap_from_the_ring(tmp_path: Path) -> None:
 def test_an_endpoint_that_cannot_be_bound_is_refused_in_one_sentence(context: zmq.Context) -> None:
     with pytest.raises(GristmillError, match="cannot publish KV events on ipc:///nowhere/kv: No such file"):
         KvEventPublisher(context, "ipc:///nowhere/kv", 1)
+
+
+@pytest.mark.parametrize("name", ["kv", "kv.replay"])
+def test_a_file_that_is_no_socket_is_left_alone(context: zmq.Context, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(GristmillError, match=f"cannot publish KV events on ipc://{tmp_path}/kv: Address already in use"):
+        KvEventPublisher(context, f"ipc://{tmp_path}/kv", 1)
+    assert (tmp_path / name).read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_the_endpoint_of_a_live_engine_is_not_taken_away_and_that_of_a_dead_one_is(context: zmq.Context, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/kv"
+    first = KvEventPublisher(context, endpoint, 1)
+    with pytest.raises(GristmillError, match="Address already in use"):
+        KvEventPublisher(context, endpoint, 1)
+    with KvEventReader(endpoint, context) as reader:
+        for _ in range(100):  # a subscription takes a moment to be known
+            first.publish([STORED])
+            if reader.read(timeout_ms=20, replay_ms=0):
+                break
+        else:
+            raise AssertionError("the first one is heard no more")
+    first.close()
+    assert list(tmp_path.iterdir()) == [], "no socket is left"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "kv"))
+    KvEventPublisher(context, endpoint, 1).close()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused(context: zmq.Context, tmp_path: Path) -> None:
+    with pytest.raises(GristmillError, match="path too long"):
+        KvEventPublisher(context, f"ipc://{tmp_path}/{'x' * 120}", 1)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5557", "tcp://*:5557", "ipc://", "ipc://@abstract", "/run/kv", "inproc://x"])
