@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from gristmill.messages import INVALID_TOKEN, Abort, SamplingParams, Submit, ints
-from tests.runtime.scheduler.model import EOS, Case, make_config, solo
+from tests.runtime.scheduler.model import EOS, Case, make_config, solo, with_window
 from tests.runtime.scheduler.servers import Event, ScriptedServer
 from tests.runtime.scheduler.simulator import FakeIO, run_case
 
@@ -57,7 +57,10 @@ def small_case(depth: int, chunk: int, mixed: bool, page: int, **settings: Any) 
         "check": False,
         "preempt_threshold": 10 if mixed == bool(chunk) else 0,
     }
-    return Case(seed=0, depth=depth, config=make_config(**{**config, **settings}))
+    made = make_config(**{**config, **settings})
+    if page > 1 and chunk:  # these have sliding-window layers, too
+        made = with_window(made, 3, spare=40)
+    return Case(seed=0, depth=depth, config=made)
 
 
 def combinations(half: bool = False) -> list[Any]:
@@ -126,6 +129,7 @@ def test_the_undisturbed_schedule_has_what_the_others_are_about(depth: int, pree
         happened(what, "cached_tokens", "masked rows", "penalized", "scored prompts", "preemptions" if preempt else "retractions")
         assert (what["chunks"] > 0) == bool(chunk)
         assert what["closed by length"] == len(REQUESTS)
+        assert bool(what["with a window pool"]) == (page > 1 and chunk > 0)
         totals += what
     happened(totals, "prefix_waits")
 
