@@ -30,7 +30,7 @@ async def replay(manager: TokenizerManager, requests: Sequence[TraceRequest]) ->
             async for batch in generation.batches():
                 for _, text in batch:
                     if text.finish == "error":
-                        record.error = text.code or "error"
+                        record.error, record.reason = text.code or "error", text.error or ""
                     if text.ids.size:
                         record.t_last = time.monotonic() - start
                         record.t_first = record.t_last if record.t_first < 0 else record.t_first

@@ -21,6 +21,7 @@ class Record:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""  # code of the refusal or failure
+    reason: str = ""  # and its sentence
 
     @property
     def finished(self) -> bool:
