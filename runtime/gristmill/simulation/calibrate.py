@@ -95,7 +95,8 @@ def run_phase(engine: Engine, phase: Sequence[TraceRequest]) -> None:
     """Run one phase to its end. Raises GristmillError when a request failed."""
     for record in engine.run_on_manager(lambda manager: replay(manager, phase)):
         if record.error:
-            raise GristmillError(f"a request of {record.prompt_tokens} prompt tokens failed while calibrating: {record.reason or record.error}")
+            why = record.reason or record.error
+            raise GristmillError(f"a request of {record.prompt_tokens} prompt tokens failed while calibrating: {why}")
 
 
 def phases(stats: Stats, rng: np.random.Generator) -> Iterator[list[TraceRequest]]:
