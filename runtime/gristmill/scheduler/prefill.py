@@ -194,10 +194,14 @@ class Prefill:
     # --- sharing
 
     def _waits_for_prefix(self, request: Request, cacheable: int, n_cached: int) -> bool:
-        """Whether another request is computing what `request` would compute next."""
-        if not self._computing:
-            return False
-        prefixes = (Prefix(self._table.ids[other.req_slot, : other.n_known], other.extra_key) for other in self._computing)
+        """Whether another request is computing what `request` would compute next.
+
+        Of one with a lower priority only what is planned counts: its next chunk may never come while higher ones keep coming.
+        """
+        prefixes = []
+        for other in self._computing:
+            n = other.n_known if other.priority >= request.priority else int(self._table.kv[other.req_slot])
+            prefixes.append(Prefix(self._table.ids[other.req_slot, :n], other.extra_key))
         return waits_for(request.ids[: cacheable + 1], request.extra_key, n_cached, prefixes, self._pool.page_size)
 
     def _still_computing(self) -> list[Request]:

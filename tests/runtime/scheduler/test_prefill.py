@@ -181,6 +181,32 @@ def test_when_the_one_that_computes_it_is_aborted_another_takes_over(depth: int)
     harness.assert_idle()
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_it_does_not_wait_for_chunks_that_higher_priorities_may_hold_up_for_ever(depth: int) -> None:
+    harness = Harness(depth, chunk_tokens=8)
+    harness.submit("low", [*SHARED, 1], max_tokens=2)
+    harness.turn()
+    harness.submit("other", 300, max_tokens=2, priority=1)
+    harness.submit("high", [*SHARED, 2], max_tokens=2, priority=1)
+    for i in range(20):
+        harness.submit(f"more {i}", 50, max_tokens=2, priority=1)
+    harness.run()
+    order = list(harness.closed)
+    assert order.index("high") < order.index("more 0") < order.index("low")
+    assert harness.tokens["high"] == harness.tokens["low"] == expected(len(SHARED) + 1, 2)
+    harness.assert_idle()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_it_waits_for_a_lower_priority_that_is_all_planned(depth: int) -> None:
+    harness = Harness(depth)
+    harness.submit("low", [*SHARED, 1], max_tokens=2)
+    harness.plan()
+    harness.submit("high", [*SHARED, 2], max_tokens=2, priority=1)
+    harness.run()
+    assert harness.closed["high"].cached_tokens == len(SHARED)
+
+
 def test_scoring_its_prompt_it_does_not_wait_for_what_it_computes_anyway() -> None:
     harness = Harness(1)
     harness.submit("a", [*SHARED, 1], max_tokens=2)
