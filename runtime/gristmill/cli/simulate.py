@@ -124,9 +124,9 @@ def _lines(summary: dict[str, Any], profile: Profile) -> list[str]:
     used = [(sample["locked"], sample["locked"] + sample["evictable"]) for sample in pool]
     lines += [
         f"  prefix cache   {summary['cache_hit_rate']:.1%} of the prompt tokens found",
-        f"  pool           in use {_mean_most([u[0] for u in used], summary['pool_tokens'])}; "
-        f"with what is cached {_mean_most([u[1] for u in used], summary['pool_tokens'])}",
-        f"  requests       running at most {max(s['running'] for s in pool)}, waiting at most {max(s['waiting'] for s in pool)}",
+        f"  pool           in use {_mean_most([u[0] for u in used], summary['most_locked'], summary['pool_tokens'])}; "
+        f"with what is cached {_mean_most([u[1] for u in used], summary['most_occupied'], summary['pool_tokens'])}",
+        f"  requests       running at most {summary['most_running']}, waiting at most {summary['most_waiting']}",
         f"  steps          {summary['steps']}; retractions {summary['retractions']}, preemptions {summary['preemptions']}",
     ]
     measured = profile.made.get("largest")
@@ -137,8 +137,8 @@ def _lines(summary: dict[str, Any], profile: Profile) -> list[str]:
     return lines
 
 
-def _mean_most(values: Sequence[float], total: int) -> str:
-    return f"{sum(values) / len(values) / total:.0%} on average, {max(values) / total:.0%} at most"
+def _mean_most(values: Sequence[float], most: int, total: int) -> str:
+    return f"{sum(values) / len(values) / total:.0%} on average, {most / total:.0%} at most"
 
 
 def _positive(text: str) -> float:

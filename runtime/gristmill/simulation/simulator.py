@@ -93,6 +93,7 @@ class _VirtualIO:
         self._largest = StepWork(0, 0, 0, 0)
         self._idle_turns = 0
         self._stopped = False
+        self._most = dict.fromkeys(("running", "waiting", "locked", "occupied"), 0)  # at any step
         self._samples: list[dict[str, float]] = []
         self._sample_due, self._interval = 0.0, _FIRST_INTERVAL_S
 
@@ -128,6 +129,10 @@ class _VirtualIO:
             self._slot_of[new.req_slot] = number
             if self._records[number].t_start < 0:
                 self._records[number].t_start = self._now
+        stats = self.scheduler.snapshot()
+        occupied = stats.pool_locked + stats.pool_evictable
+        for name, value in zip(self._most, (stats.running, stats.waiting, stats.pool_locked, occupied)):
+            self._most[name] = max(self._most[name], value)
         work = work_of(step)
         self._largest = StepWork(*map(max, self._largest, work))
         seconds = self._cost.seconds(work)
@@ -208,5 +213,6 @@ class _VirtualIO:
             "preemptions": stats.preemptions,
             "zombie_rows": stats.zombie_rows,
             "pool_tokens": stats.pool_total,
+            **{f"most_{name}": value for name, value in self._most.items()},
         }
         return Simulation(self._records, counters, self._samples, self._busy, self._largest)

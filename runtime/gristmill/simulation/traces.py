@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from gristmill.errors import GristmillError
+from gristmill.tokenizer.validate import MAX_PRIORITY
 
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_VOCAB = 1 << 20
@@ -148,8 +149,8 @@ def _own(line: str) -> TraceRequest:
     record = _Record(line, {"t", "prompt", "output", "shared", "priority"})
     prompt, shared, priority = record.need("prompt"), record.get("shared", []), record.get("priority", 0)
     output = _count("output", record.need("output"))
-    if type(priority) is not int:
-        raise ValueError(f"priority must be an integer, not {_short(priority)}")
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(priority)}")
     if type(prompt) is list:
         if not prompt or any(type(token) is not int or not 0 <= token < 1 << 31 for token in prompt):
             raise ValueError(f"prompt must be a number of tokens or a list of token ids, not {_short(prompt)}")

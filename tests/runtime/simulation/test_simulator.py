@@ -52,6 +52,14 @@ def test_host_costs_without_overlap():
     assert record.t_last - record.t_first == pytest.approx(2 + 4 + 1 + 4 + 8)
 
 
+def test_the_most_that_ran_waited_and_filled_the_pool_is_exact():
+    """Between two samples of the pool, too: three requests of 10 + 2 tokens in one millisecond, two of them at a time."""
+    requests = [request(0, 10, 2, name) for name in "abc"]
+    counters = simulate(requests, profile(constant=1e-4), options(max_running=2)).counters
+    assert (counters["most_running"], counters["most_waiting"]) == (2, 1)
+    assert counters["most_locked"] >= 20 and counters["most_occupied"] >= counters["most_locked"]
+
+
 def test_a_worker_that_has_its_next_step_pays_the_gap():
     [record] = simulate([request(0, 5, 3)], profile(host=HostCost(gap=0.25)), options()).records
     assert (record.t_first, record.t_last) == pytest.approx((1, 3.5))

@@ -108,6 +108,7 @@ def test_rate_and_speed(read):
         ('{"t": 0, "prompt": [-1], "output": 1}\n', "line 1: prompt must be a number of tokens or a list"),
         ('{"t": 0, "prompt": 5, "output": 1, "prio": 1}\n', "line 1: 'prio' is not a field"),
         ('{"t": 0, "prompt": 5, "output": 1, "priority": "high"}\n', "line 1: priority must be an integer"),
+        ('{"t": 0, "prompt": 5, "output": 1, "priority": 1001}\n', "line 1: priority must be an integer from -1000 to 1000"),
         ('{"t": 0, "prompt": 5, "output": 1, "shared": "system"}\n', "line 1: shared must be a list of"),
         ('{"t": 0, "prompt": 5, "output": 1, "shared": [["system"]]}\n', "line 1: shared must be a list of"),
         ('{"t": 0, "prompt": 5, "output": 1, "shared": [["system", 6]]}\n', "line 1: the shared parts have 6 tokens"),
