@@ -15,7 +15,7 @@ from gristmill.server.state import ServerState, server_state
 from gristmill.tokenizer.validate import RequestError
 
 # Options that name files of this machine stay out of /server_info.
-_PRIVATE_OPTIONS = frozenset({"model", "trace"})
+_PRIVATE_OPTIONS = frozenset({"model", "trace", "kv_events"})
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -219,6 +219,7 @@ def test_server_info_names_no_path(slow: SimpleNamespace) -> None:
     assert {"running", "waiting", "pool_free", "pool_evictable", "pool_locked", "pool_total"} <= set(info["stats"])
     assert info["options"]["page_size"] == 1
     assert str(slow.engine.model) not in response.text
+    assert not {"model", "trace", "kv_events"} & set(info["options"])
 
 
 def test_one_log_line_per_request_with_control_characters_escaped(served: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
