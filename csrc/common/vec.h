@@ -171,6 +171,41 @@ inline vf vload(const Half* p) {
 #endif
 }
 
+// Elements 0, 2, 4, ... and 1, 3, 5, ... of the pair (low, high).
+inline vf veven(vf low, vf high) {
+#if defined(GRISTMILL_AVX512)
+  return _mm512_permutex2var_ps(low, _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                                high);
+#elif defined(GRISTMILL_AVX2)
+  const __m256 crossed = _mm256_shuffle_ps(low, high, 0x88);
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(crossed), 0xd8));
+#else
+  vf r;
+  for (int i = 0; i < kLanes / 2; ++i) {
+    r[i] = low[2 * i];
+    r[kLanes / 2 + i] = high[2 * i];
+  }
+  return r;
+#endif
+}
+
+inline vf vodd(vf low, vf high) {
+#if defined(GRISTMILL_AVX512)
+  return _mm512_permutex2var_ps(low, _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31),
+                                high);
+#elif defined(GRISTMILL_AVX2)
+  const __m256 crossed = _mm256_shuffle_ps(low, high, 0xdd);
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(crossed), 0xd8));
+#else
+  vf r;
+  for (int i = 0; i < kLanes / 2; ++i) {
+    r[i] = low[2 * i + 1];
+    r[kLanes / 2 + i] = high[2 * i + 1];
+  }
+  return r;
+#endif
+}
+
 inline void vstore(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 
 // Round to nearest even; a NaN stays a quiet NaN. (vcvtneps2bf16 is not used: it flushes denormals.)

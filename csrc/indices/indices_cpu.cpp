@@ -1,29 +1,47 @@
 // Index lists on the CPU: prefix sums and row copies. Everything is checked before the first write, so a refused call
 // changes nothing.
-#include <cstring>
+#include <algorithm>
 #include <limits>
 
 #include "common/parallel.h"
 #include "indices/indices.h"
+#include "indices/request_table.h"
 
 namespace gristmill {
 namespace {
 
-void copy_int32(int32_t* to, const int32_t* from, int64_t count) {
-  if (count > 0) std::memcpy(to, from, static_cast<size_t>(count) * sizeof(int32_t));
+// int32 [rows, any] with dense rows.
+void check_matrix(const Tensor& t, int64_t rows, const char* op, const char* name) {
+  check_dim(t, 2, op, name);
+  check_dtype(t, ScalarType::Int, op, name);
+  check_size(t, 0, rows, op, name);
+  check_inner(t, op, name);
 }
 
-// Positions [first, length); none when the start lies beyond the end.
-int64_t list_length(int64_t first, int64_t length) { return length > first ? length - first : 0; }
-
-void check_table(const Tensor& req_to_token, const char* op) {
-  check_dim(req_to_token, 2, op, "req_to_token");
-  check_dtype(req_to_token, ScalarType::Int, op, "req_to_token");
-  check_inner(req_to_token, op, "req_to_token");
-}
-
-void check_row(int32_t row, int64_t rows, int64_t b, const char* op) {
-  STD_TORCH_CHECK(row >= 0 && row < rows, op, ": req_slots[", b, "] must be in [0, ", rows, "), got ", row);
+// CSR lists of the positions [first(b), len[b]) of every request; copy(to, from, count) moves their slots.
+template <typename First, typename Copy = decltype(&copy_int32)>
+void write_lists(const Tensor& indptr, const Tensor& indices, const RequestTable& table, const int32_t* len,
+                 const char* op, const First& first, const Copy& copy = &copy_int32) {
+  const int64_t requests = table.requests();
+  check_vector(indptr, ScalarType::Int, requests + 1, op, "indptr");
+  check_vector(indices, ScalarType::Int, -1, op, "indices");
+  const auto length = [&](int64_t b) { return std::max<int64_t>(0, len[b] - first(b)); };
+  int64_t total = 0;
+  for (int64_t b = 0; b < requests; ++b) {
+    table.check_length(len[b], b, op, "seq_lens");
+    total += length(b);
+  }
+  check_countable(total, op);
+  STD_TORCH_CHECK(indices.size(0) >= total, op, ": indices must hold ", total, " entries, got ", indices.size(0));
+  int32_t* bounds = mutable_data<int32_t>(indptr);
+  bounds[0] = 0;
+  for (int64_t b = 0; b < requests; ++b) bounds[b + 1] = bounds[b] + static_cast<int32_t>(length(b));
+  int32_t* list = mutable_data<int32_t>(indices);
+  parallel_ranges(requests, requests > 0 ? total / requests * 8 : 0, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      copy(list + bounds[b], table.slots(b) + first(b), bounds[b + 1] - bounds[b]);
+    }
+  });
 }
 
 }  // namespace
@@ -31,38 +49,108 @@ void check_row(int32_t row, int64_t rows, int64_t b, const char* op) {
 void kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor& req_to_token, const Tensor& req_slots,
                 const Tensor& seq_lens, const OptionalTensor& kv_start) {
   constexpr const char* op = "kv_indices";
-  check_table(req_to_token, op);
-  check_vector(req_slots, ScalarType::Int, -1, op, "req_slots");
-  const int64_t requests = req_slots.size(0);
+  const RequestTable table(req_to_token, req_slots, op);
+  const int64_t requests = table.requests();
   check_vector(seq_lens, ScalarType::Int, requests, op, "seq_lens");
   if (kv_start) check_vector(*kv_start, ScalarType::Int, requests, op, "kv_start");
-  check_vector(indptr, ScalarType::Int, requests + 1, op, "indptr");
-  check_vector(indices, ScalarType::Int, -1, op, "indices");
-  const int64_t rows = req_to_token.size(0), columns = req_to_token.size(1), row_stride = req_to_token.stride(0);
-  const int32_t* row = data<int32_t>(req_slots);
   const int32_t* len = data<int32_t>(seq_lens);
   const int32_t* start = kv_start ? data<int32_t>(*kv_start) : nullptr;
-  int64_t total = 0;
-  for (int64_t b = 0; b < requests; ++b) {
-    const int64_t first = start ? start[b] : 0;
-    check_row(row[b], rows, b, op);
-    STD_TORCH_CHECK(len[b] <= columns, op, ": seq_lens[", b, "] must be at most the ", columns,
-                    " columns of req_to_token, got ", len[b]);
-    STD_TORCH_CHECK(first >= 0, op, ": kv_start[", b, "] must be at least 0, got ", first);
-    total += list_length(first, len[b]);
+  for (int64_t b = 0; start && b < requests; ++b) {
+    STD_TORCH_CHECK(start[b] >= 0, op, ": kv_start[", b, "] must be at least 0, got ", start[b]);
   }
-  STD_TORCH_CHECK(total <= std::numeric_limits<int32_t>::max(), op, ": the lists hold ", total,
-                  " entries, more than int32 can count");
-  STD_TORCH_CHECK(indices.size(0) >= total, op, ": indices must hold ", total, " entries, got ", indices.size(0));
+  write_lists(indptr, indices, table, len, op, [&](int64_t b) { return start ? int64_t{start[b]} : int64_t{0}; });
+}
+
+void window_kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor& req_to_token, const Tensor& req_slots,
+                       const Tensor& seq_lens, const OptionalTensor& q_lens, const OptionalTensor& slot_map,
+                       int64_t window_left) {
+  constexpr const char* op = "window_kv_indices";
+  const RequestTable table(req_to_token, req_slots, op);
+  const int64_t requests = table.requests();
+  check_vector(seq_lens, ScalarType::Int, requests, op, "seq_lens");
+  if (q_lens) check_vector(*q_lens, ScalarType::Int, requests, op, "q_lens");
+  if (slot_map) check_vector(*slot_map, ScalarType::Int, -1, op, "slot_map");
+  const int32_t* len = data<int32_t>(seq_lens);
+  const int32_t* q_len = q_lens ? data<int32_t>(*q_lens) : nullptr;
+  // The first query row sits at len - q_len. A window longer than any list would overflow the subtraction.
+  const int64_t window = std::min<int64_t>(window_left, std::numeric_limits<int32_t>::max());
+  const auto first = [&](int64_t b) {
+    return window < 0 ? int64_t{0} : std::max<int64_t>(0, int64_t{len[b]} - (q_len ? q_len[b] : 1) - window);
+  };
+  if (!slot_map) {
+    write_lists(indptr, indices, table, len, op, first);
+    return;
+  }
+  const int64_t mapped = slot_map->size(0);
+  for (int64_t b = 0; b < requests; ++b) {
+    table.check_length(len[b], b, op, "seq_lens");
+    const int32_t* slots = table.slots(b);
+    for (int64_t p = first(b); p < len[b]; ++p) {
+      STD_TORCH_CHECK(slots[p] < mapped, op, ": slot ", slots[p], " of request ", b, " lies beyond the ", mapped,
+                      " entries of slot_map");
+    }
+  }
+  const int32_t* map = data<int32_t>(*slot_map);
+  write_lists(indptr, indices, table, len, op, first, [map](int32_t* to, const int32_t* from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i] < 0 ? from[i] : map[from[i]];
+  });
+}
+
+void draft_kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor& req_to_token, const Tensor& req_slots,
+                      const Tensor& prefix_lens, const OptionalTensor& draft_slots, int64_t steps, int64_t topk) {
+  constexpr const char* op = "draft_kv_indices";
+  const RequestTable table(req_to_token, req_slots, op);
+  const int64_t requests = table.requests();
+  STD_TORCH_CHECK(steps >= 1 && topk >= 1, op, ": steps and topk must be at least 1, got ", steps, " and ", topk);
+  check_vector(prefix_lens, ScalarType::Int, requests, op, "prefix_lens");
+  if (draft_slots) {
+    check_dim(*draft_slots, 3, op, "draft_slots");
+    check_dtype(*draft_slots, ScalarType::Int, op, "draft_slots");
+    check_size(*draft_slots, 0, requests, op, "draft_slots");
+    check_size(*draft_slots, 1, topk, op, "draft_slots");
+    check_size(*draft_slots, 2, steps, op, "draft_slots");
+    const bool dense = requests == 0 ||
+                       ((steps == 1 || draft_slots->stride(2) == 1) && (topk == 1 || draft_slots->stride(1) == steps) &&
+                        (requests == 1 || draft_slots->stride(0) == topk * steps));
+    STD_TORCH_CHECK(dense, op, ": draft_slots must be contiguous");
+  }
+  check_matrix(indptr, steps, op, "indptr");
+  check_size(indptr, 1, requests * topk + 1, op, "indptr");
+  check_matrix(indices, steps, op, "indices");
+  const int32_t* len = data<int32_t>(prefix_lens);
+  int64_t prefixes = 0;
+  for (int64_t b = 0; b < requests; ++b) {
+    const int64_t prefix = std::max<int64_t>(0, len[b]);
+    STD_TORCH_CHECK(prefix + (draft_slots ? 0 : topk * steps) <= table.columns(), op, ": prefix_lens[", b,
+                    "] leaves no room for the draft in the ", table.columns(), " columns of req_to_token, got ",
+                    len[b]);
+    prefixes += prefix;
+  }
+  const int64_t branches = requests * topk, longest = prefixes * topk + branches * steps;
+  check_countable(longest, op);
+  STD_TORCH_CHECK(indices.size(1) >= longest, op, ": indices must hold ", longest, " entries a step, got ",
+                  indices.size(1));
+  const int32_t* listed = draft_slots ? data<int32_t>(*draft_slots) : nullptr;
+  const int64_t bounds_stride = indptr.stride(0), list_stride = indices.stride(0);
   int32_t* bounds = mutable_data<int32_t>(indptr);
-  bounds[0] = 0;
-  for (int64_t b = 0; b < requests; ++b)
-    bounds[b + 1] = bounds[b] + static_cast<int32_t>(list_length(start ? start[b] : 0, len[b]));
-  const int32_t* table = data<int32_t>(req_to_token);
   int32_t* list = mutable_data<int32_t>(indices);
-  parallel_ranges(requests, requests > 0 ? total / requests * 8 : 0, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      copy_int32(list + bounds[b], table + row[b] * row_stride + (start ? start[b] : 0), bounds[b + 1] - bounds[b]);
+  parallel_ranges(steps, longest * 8, [&](int64_t begin, int64_t end) {
+    for (int64_t step = begin; step < end; ++step) {
+      int32_t* bound = bounds + step * bounds_stride;
+      int32_t* to = list + step * list_stride;
+      int64_t written = 0;
+      bound[0] = 0;
+      for (int64_t b = 0; b < requests; ++b) {
+        const int64_t prefix = std::max<int64_t>(0, len[b]);
+        const int32_t* slots = table.slots(b);
+        for (int64_t branch = b * topk; branch < (b + 1) * topk; ++branch) {
+          const int32_t* own = listed ? listed + branch * steps : slots + prefix + (branch - b * topk) * steps;
+          copy_int32(to + written, slots, prefix);
+          copy_int32(to + written + prefix, own, step + 1);
+          written += prefix + step + 1;
+          bound[branch + 1] = static_cast<int32_t>(written);
+        }
+      }
     }
   });
 }
@@ -88,19 +176,15 @@ void qo_indptr(const Tensor& out, const Tensor& q_lens) {
 void write_req_to_token(const Tensor& req_to_token, const Tensor& req_slots, const Tensor& starts, const Tensor& lens,
                         const Tensor& slots) {
   constexpr const char* op = "write_req_to_token";
-  check_table(req_to_token, op);
-  check_vector(req_slots, ScalarType::Int, -1, op, "req_slots");
-  const int64_t writes = req_slots.size(0);
+  const RequestTable rows(req_to_token, req_slots, op);
+  const int64_t writes = rows.requests(), columns = rows.columns();
   check_vector(starts, ScalarType::Int, writes, op, "starts");
   check_vector(lens, ScalarType::Int, writes, op, "lens");
   check_vector(slots, ScalarType::Int, -1, op, "slots");
-  const int64_t rows = req_to_token.size(0), columns = req_to_token.size(1), row_stride = req_to_token.stride(0);
-  const int32_t* row = data<int32_t>(req_slots);
   const int32_t* start = data<int32_t>(starts);
   const int32_t* len = data<int32_t>(lens);
   int64_t total = 0;
   for (int64_t i = 0; i < writes; ++i) {
-    check_row(row[i], rows, i, op);
     STD_TORCH_CHECK(len[i] >= 0 && start[i] >= 0 && int64_t{start[i]} + len[i] <= columns, op, ": starts[", i,
                     "] = ", start[i], " and lens[", i, "] = ", len[i], " must name columns in [0, ", columns, "]");
     total += len[i];
@@ -109,7 +193,7 @@ void write_req_to_token(const Tensor& req_to_token, const Tensor& req_slots, con
   int32_t* table = mutable_data<int32_t>(req_to_token);
   const int32_t* source = data<int32_t>(slots);
   for (int64_t i = 0; i < writes; ++i) {
-    copy_int32(table + row[i] * row_stride + start[i], source, len[i]);
+    copy_int32(table + rows.offset(i) + start[i], source, len[i]);
     source += len[i];
   }
 }

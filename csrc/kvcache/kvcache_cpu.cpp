@@ -1,79 +1,130 @@
-// store_kv on the CPU: row t of k and v goes to pool slot slots[t]; slot -1 is skipped. Differing dtypes are converted.
+// The slot pool on the CPU: rows of new tokens go to their slots, slots are copied within a pool and between two pools.
+// A negative slot is skipped; all slots are checked before the first write.
 #include <cstring>
-#include <type_traits>
 
 #include "common/parallel.h"
-#include "common/vec.h"
 #include "kvcache/kvcache.h"
+#include "kvcache/store.h"
 
 namespace gristmill {
 namespace {
 
-template <typename From, typename To>
-void copy_row(To* to, const From* from, int64_t width) {
-  if constexpr (std::is_same_v<From, To>) {
-    std::memcpy(to, from, static_cast<size_t>(width) * sizeof(To));
-  } else {
-    for_lanes(
-        width, [&](int64_t i) { vstore(to + i, vload(from + i)); },
-        [&](int64_t i, int64_t n) { vstore_n(to + i, vload_n(from + i, n), n); });
-  }
+// A cache of any dtype as bytes: [S, H, D] with the strides of its slots and heads.
+struct ByteCache {
+  ByteCache(const Tensor& t, int64_t slot_dim)
+      : heads(t.size(slot_dim + 1)),
+        row_bytes(t.size(slot_dim + 2) * t.element_size()),
+        slot_stride(t.stride(slot_dim) * t.element_size()),
+        head_stride(t.stride(slot_dim + 1) * t.element_size()) {}
+  int64_t heads, row_bytes, slot_stride, head_stride;
+};
+
+void check_lists(const Tensor& src_slots, const Tensor& dst_slots, int64_t src_pool, int64_t dst_pool, const char* op) {
+  check_vector(src_slots, ScalarType::Int, -1, op, "src_slots");
+  const int64_t pairs = src_slots.size(0);
+  check_vector(dst_slots, ScalarType::Int, pairs, op, "dst_slots");
+  check_slots(data<int32_t>(src_slots), pairs, src_pool, op, "src_slots");
+  check_slots(data<int32_t>(dst_slots), pairs, dst_pool, op, "dst_slots");
 }
 
-template <typename From, typename To>
-void store_rows(const Tensor& cache, const Tensor& rows, const int32_t* slots, int64_t begin, int64_t end) {
-  To* to = mutable_data<To>(cache);
-  const From* from = data<From>(rows);
-  const int64_t heads = rows.size(1), width = rows.size(2);
-  const int64_t row_stride = rows.stride(0), head_stride = rows.stride(1);
-  const int64_t slot_stride = cache.stride(0), cache_head_stride = cache.stride(1);
-  for (int64_t t = begin; t < end; ++t) {
-    if (slots[t] < 0) continue;
-    for (int64_t h = 0; h < heads; ++h) {
-      copy_row(to + slots[t] * slot_stride + h * cache_head_stride, from + t * row_stride + h * head_stride, width);
+void copy_pool_slots(const Tensor& cache, const int32_t* source, const int32_t* target, int64_t pairs) {
+  const ByteCache shape(cache, 1);
+  char* base = mutable_data<char>(cache);
+  const int64_t layer_stride = cache.stride(0) * cache.element_size();
+  // One thread copies a head of a layer, pair after pair, so a destination may be a source of an earlier pair.
+  parallel_units(cache.size(0) * shape.heads, pairs * shape.row_bytes, [&](int64_t unit) {
+    char* pool = base + unit / shape.heads * layer_stride + unit % shape.heads * shape.head_stride;
+    for (int64_t i = 0; i < pairs; ++i) {
+      if (source[i] < 0 || target[i] < 0 || source[i] == target[i]) continue;
+      std::memcpy(pool + target[i] * shape.slot_stride, pool + source[i] * shape.slot_stride,
+                  static_cast<size_t>(shape.row_bytes));
     }
-  }
+  });
 }
 
-void check_pair(const Tensor& cache, const Tensor& rows, int64_t tokens, const char* op, const char* cache_name,
-                const char* name) {
-  check_dim(cache, 3, op, cache_name);
-  check_dim(rows, 3, op, name);
-  check_inner(cache, op, cache_name);
-  check_inner(rows, op, name);
-  check_size(rows, 0, tokens, op, name);
-  check_size(rows, 1, cache.size(1), op, name);
-  check_size(rows, 2, cache.size(2), op, name);
+void check_transfer_pair(const Tensor& dst, const Tensor& src, const char* op, const char* dst_name,
+                         const char* src_name) {
+  check_dim(dst, 3, op, dst_name);
+  check_dim(src, 3, op, src_name);
+  check_inner(dst, op, dst_name);
+  check_inner(src, op, src_name);
+  check_size(dst, 1, src.size(1), op, dst_name);
+  check_size(dst, 2, src.size(2), op, dst_name);
+  STD_TORCH_CHECK(dst.scalar_type() == src.scalar_type(), op, ": ", dst_name, " must have the dtype of ", src_name);
+}
+
+void transfer_slots(const Tensor& dst, const Tensor& src, const int32_t* source, const int32_t* target, int64_t pairs) {
+  ByteCache to(dst, 0), from(src, 0);
+  char* to_base = mutable_data<char>(dst);
+  const char* from_base = data<char>(src);
+  int64_t heads = to.heads, row_bytes = to.row_bytes;
+  if (to.head_stride == row_bytes && from.head_stride == row_bytes) {  // a slot is one piece on both sides
+    row_bytes *= heads;
+    heads = 1;
+  }
+  parallel_ranges(pairs, to.heads * to.row_bytes * 2, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (source[i] < 0 || target[i] < 0) continue;
+      for (int64_t h = 0; h < heads; ++h) {
+        std::memcpy(to_base + target[i] * to.slot_stride + h * to.head_stride,
+                    from_base + source[i] * from.slot_stride + h * from.head_stride, static_cast<size_t>(row_bytes));
+      }
+    }
+  });
 }
 
 }  // namespace
 
-void store_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
+void store_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots,
+              double k_scale, double v_scale) {
   constexpr const char* op = "store_kv";
-  check_dim(k, 3, op, "k");
-  const int64_t tokens = k.size(0);
-  check_pair(k_cache, k, tokens, op, "k_cache", "k");
-  check_pair(v_cache, v, tokens, op, "v_cache", "v");
-  check_dtype(v, k.scalar_type(), op, "v");
-  check_dtype(v_cache, k_cache.scalar_type(), op, "v_cache");
-  check_size(v_cache, 0, k_cache.size(0), op, "v_cache");
-  check_vector(slots, ScalarType::Int, tokens, op, "slots");
+  check_store(k_cache, v_cache, k, v, slots, k_scale, v_scale, op);
   const int32_t* slot = data<int32_t>(slots);
-  const int64_t num_slots = k_cache.size(0);
-  for (int64_t t = 0; t < tokens; ++t) {
-    STD_TORCH_CHECK(slot[t] < num_slots, op, ": slots[", t, "] must be -1 or in [0, ", num_slots, "), got ", slot[t]);
-  }
   const int64_t row_bytes = (k.size(1) * k.size(2) + v.size(1) * v.size(2)) * 4;
-  dispatch_float(k.scalar_type(), op, "k", [&](auto from_tag) {
-    dispatch_float(k_cache.scalar_type(), op, "k_cache", [&](auto to_tag) {
-      using From = decltype(from_tag);
-      using To = decltype(to_tag);
-      parallel_ranges(tokens, row_bytes, [&](int64_t begin, int64_t end) {
-        store_rows<From, To>(k_cache, k, slot, begin, end);
-        store_rows<From, To>(v_cache, v, slot, begin, end);
-      });
+  dispatch_store(k.scalar_type(), k_cache.scalar_type(), op, [&](auto from, auto to) {
+    const SlotStore<decltype(from), decltype(to)> keys(k_cache, k, k_scale), values(v_cache, v, v_scale);
+    parallel_ranges(k.size(0), row_bytes, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        if (slot[t] < 0) continue;
+        keys.store(t, slot[t]);
+        values.store(t, slot[t]);
+      }
     });
   });
+}
+
+void copy_slots(const Tensor& k_cache, const OptionalTensor& v_cache, const Tensor& src_slots,
+                const Tensor& dst_slots) {
+  constexpr const char* op = "copy_slots";
+  check_dim(k_cache, 4, op, "k_cache");
+  check_inner(k_cache, op, "k_cache");
+  if (v_cache) {
+    check_dim(*v_cache, 4, op, "v_cache");
+    check_inner(*v_cache, op, "v_cache");
+    check_size(*v_cache, 1, k_cache.size(1), op, "v_cache");
+  }
+  check_lists(src_slots, dst_slots, k_cache.size(1), k_cache.size(1), op);
+  const int32_t* source = data<int32_t>(src_slots);
+  const int32_t* target = data<int32_t>(dst_slots);
+  copy_pool_slots(k_cache, source, target, src_slots.size(0));
+  if (v_cache) copy_pool_slots(*v_cache, source, target, src_slots.size(0));
+}
+
+void transfer_kv(const Tensor& dst_k, const OptionalTensor& dst_v, const Tensor& src_k, const OptionalTensor& src_v,
+                 const Tensor& src_slots, const Tensor& dst_slots) {
+  constexpr const char* op = "transfer_kv";
+  check_transfer_pair(dst_k, src_k, op, "dst_k", "src_k");
+  STD_TORCH_CHECK(dst_v.has_value() == src_v.has_value(), op, ": dst_v and src_v must be given together");
+  if (dst_v) {
+    check_transfer_pair(*dst_v, *src_v, op, "dst_v", "src_v");
+    check_size(*dst_v, 0, dst_k.size(0), op, "dst_v");
+    check_size(*src_v, 0, src_k.size(0), op, "src_v");
+  }
+  check_lists(src_slots, dst_slots, src_k.size(0), dst_k.size(0), op);
+  const int32_t* source = data<int32_t>(src_slots);
+  const int32_t* target = data<int32_t>(dst_slots);
+  transfer_slots(dst_k, src_k, source, target, src_slots.size(0));
+  if (dst_v) transfer_slots(*dst_v, *src_v, source, target, src_slots.size(0));
 }
 
 }  // namespace gristmill

@@ -1,5 +1,5 @@
-// RMS normalisation on the CPU: squares are summed in double, so the result is within rounding of the exact one at any
-// width.
+// RMS and layer normalisation on the CPU: sums are taken in double, so the result is within rounding of the exact one
+// at any width.
 #include <cmath>
 #include <type_traits>
 
@@ -13,9 +13,8 @@ namespace {
 // Sum of squares of a row whose vectors load(i) gives; a partial last vector is padded with zeros.
 class SquareSum {
  public:
-  void add(vf v) {
-    const vd low = vlow_double(v);
-    const vd high = vhigh_double(v);
+  void add(vf v) { add(vlow_double(v), vhigh_double(v)); }
+  void add(vd low, vd high) {
     low_ += low * low;
     high_ += high * high;
   }
@@ -38,28 +37,37 @@ inline vf scaled(vf x, float scale, float scale_low, vf weight) {
   return vfma(product, weight, product_low * weight);
 }
 
-template <typename T, typename W>
+// What a stored weight multiplies by.
+enum class Factor { kWeight, kOnePlusWeight };
+
+template <Factor kFactor>
+inline vf factor(vf weight) {
+  return kFactor == Factor::kWeight ? weight : 1.0f + weight;
+}
+
+template <Factor kFactor, typename T, typename W>
 void scale_row(T* out, const T* x, const W* weight, int64_t width, double inverse_rms) {
   const float scale = static_cast<float>(inverse_rms);
   const float low = static_cast<float>(inverse_rms - scale);
   for_lanes(
-      width, [&](int64_t i) { vstore(out + i, scaled<T>(vload(x + i), scale, low, vload(weight + i))); },
+      width,
+      [&](int64_t i) { vstore(out + i, scaled<T>(vload(x + i), scale, low, factor<kFactor>(vload(weight + i)))); },
       [&](int64_t i, int64_t n) {
-        vstore_n(out + i, scaled<T>(vload_n(x + i, n), scale, low, vload_n(weight + i, n)), n);
+        vstore_n(out + i, scaled<T>(vload_n(x + i, n), scale, low, factor<kFactor>(vload_n(weight + i, n))), n);
       });
 }
 
-template <typename T, typename W>
+template <Factor kFactor, typename T, typename W>
 void rms_norm_row(T* out, const T* x, const W* weight, int64_t width, double eps) {
   SquareSum squares;
   for_lanes(
       width, [&](int64_t i) { squares.add(vload(x + i)); },
       [&](int64_t i, int64_t n) { squares.add(vload_n(x + i, n)); });
-  scale_row(out, x, weight, width, squares.inverse_rms(width, eps));
+  scale_row<kFactor>(out, x, weight, width, squares.inverse_rms(width, eps));
 }
 
 // The sum is rounded to T before it is normalised, as the unfused pair of ops would do.
-template <typename T, typename W>
+template <Factor kFactor, typename T, typename W>
 void fused_add_rms_norm_row(T* x, T* residual, const W* weight, int64_t width, double eps) {
   SquareSum squares;
   for_lanes(
@@ -72,7 +80,7 @@ void fused_add_rms_norm_row(T* x, T* residual, const W* weight, int64_t width, d
         vstore_n(residual + i, vload_n(x + i, n) + vload_n(residual + i, n), n);
         squares.add(vload_n(residual + i, n));
       });
-  scale_row(x, residual, weight, width, squares.inverse_rms(width, eps));
+  scale_row<kFactor>(x, residual, weight, width, squares.inverse_rms(width, eps));
 }
 
 void check_weight(const Tensor& weight, int64_t width, const char* op) {
@@ -81,10 +89,8 @@ void check_weight(const Tensor& weight, int64_t width, const char* op) {
   check_inner(weight, op, "weight");
 }
 
-}  // namespace
-
-void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
-  constexpr const char* op = "rms_norm";
+template <Factor kFactor>
+void normalise(const Tensor& out, const Tensor& x, const Tensor& weight, double eps, const char* op) {
   check_same_shape(out, x, op, "out", "x");
   check_dtype(out, x.scalar_type(), op, "out");
   const Rows x_rows(x, op, "x");
@@ -100,15 +106,15 @@ void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double e
       const W* w = data<W>(weight);
       parallel_ranges(x_rows.count(), width * 4, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-          rms_norm_row(result + out_rows.offset(row), in + x_rows.offset(row), w, width, eps);
+          rms_norm_row<kFactor>(result + out_rows.offset(row), in + x_rows.offset(row), w, width, eps);
         }
       });
     });
   });
 }
 
-void fused_add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-  constexpr const char* op = "fused_add_rms_norm";
+template <Factor kFactor>
+void add_and_normalise(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, const char* op) {
   check_same_shape(residual, x, op, "residual", "x");
   check_dtype(residual, x.scalar_type(), op, "residual");
   const Rows x_rows(x, op, "x");
@@ -124,9 +130,105 @@ void fused_add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& w
       const W* w = data<W>(weight);
       parallel_ranges(x_rows.count(), width * 8, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-          fused_add_rms_norm_row(in_out + x_rows.offset(row), sum + residual_rows.offset(row), w, width, eps);
+          fused_add_rms_norm_row<kFactor>(in_out + x_rows.offset(row), sum + residual_rows.offset(row), w, width, eps);
         }
       });
+    });
+  });
+}
+
+// Sum and squared deviations are two passes over the row: the difference of two sums would lose the variance of a row
+// whose mean is large.
+template <typename T>
+double mean_of_row(const T* x, int64_t width) {
+  vd low = {}, high = {};
+  const auto add = [&](vf v) {
+    low += vlow_double(v);
+    high += vhigh_double(v);
+  };
+  for_lanes(width, [&](int64_t i) { add(vload(x + i)); }, [&](int64_t i, int64_t n) { add(vload_n(x + i, n)); });
+  return vsum(low + high) / static_cast<double>(width);
+}
+
+template <typename T>
+double inverse_deviation_of_row(const T* x, int64_t width, double mean, double eps) {
+  SquareSum squares;
+  for_lanes(
+      width, [&](int64_t i) { squares.add(vlow_double(vload(x + i)) - mean, vhigh_double(vload(x + i)) - mean); },
+      [&](int64_t i, int64_t n) {
+        // The lanes behind the row deviate by nothing.
+        vd low = {}, high = {};
+        for (int64_t lane = 0; lane < n; ++lane) {
+          const double deviation = static_cast<double>(to_float(x[i + lane])) - mean;
+          (lane < kLanes / 2 ? low : high)[lane % (kLanes / 2)] = deviation;
+        }
+        squares.add(low, high);
+      });
+  return squares.inverse_rms(width, eps);
+}
+
+// weight and bias may be null. The mean comes in two floats, since x - mean may be far smaller than either.
+template <typename T>
+void layer_norm_row(T* out, const T* x, const T* weight, const T* bias, int64_t width, double eps) {
+  const double mean = mean_of_row(x, width);
+  const float scale = static_cast<float>(inverse_deviation_of_row(x, width, mean, eps));
+  const float mean_high = static_cast<float>(mean);
+  const float mean_low = static_cast<float>(mean - mean_high);
+  const auto normal = [&](vf v, vf w, vf b) { return vfma((v - mean_high - mean_low) * scale, w, b); };
+  for_lanes(
+      width,
+      [&](int64_t i) {
+        vstore(out + i,
+               normal(vload(x + i), weight ? vload(weight + i) : vset1(1.0f), bias ? vload(bias + i) : vzero()));
+      },
+      [&](int64_t i, int64_t n) {
+        const vf w = weight ? vload_n(weight + i, n) : vset1(1.0f), b = bias ? vload_n(bias + i, n) : vzero();
+        vstore_n(out + i, normal(vload_n(x + i, n), w, b), n);
+      });
+}
+
+void check_affine(const OptionalTensor& t, ScalarType type, int64_t width, const char* op, const char* name) {
+  if (t) check_vector(*t, type, width, op, name);
+}
+
+}  // namespace
+
+void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
+  normalise<Factor::kWeight>(out, x, weight, eps, "rms_norm");
+}
+
+void fused_add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  add_and_normalise<Factor::kWeight>(x, residual, weight, eps, "fused_add_rms_norm");
+}
+
+void gemma_rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
+  normalise<Factor::kOnePlusWeight>(out, x, weight, eps, "gemma_rms_norm");
+}
+
+void gemma_fused_add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  add_and_normalise<Factor::kOnePlusWeight>(x, residual, weight, eps, "gemma_fused_add_rms_norm");
+}
+
+void layer_norm(const Tensor& out, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                double eps) {
+  constexpr const char* op = "layer_norm";
+  check_same_shape(out, x, op, "out", "x");
+  check_dtype(out, x.scalar_type(), op, "out");
+  const Rows x_rows(x, op, "x");
+  const Rows out_rows(out, op, "out");
+  const int64_t width = x_rows.width();
+  check_affine(weight, x.scalar_type(), width, op, "weight");
+  check_affine(bias, x.scalar_type(), width, op, "bias");
+  dispatch_float(x.scalar_type(), op, "x", [&](auto tag) {
+    using T = decltype(tag);
+    const T* in = data<T>(x);
+    T* result = mutable_data<T>(out);
+    const T* w = weight ? data<T>(*weight) : nullptr;
+    const T* b = bias ? data<T>(*bias) : nullptr;
+    parallel_ranges(x_rows.count(), width * 8, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        layer_norm_row(result + out_rows.offset(row), in + x_rows.offset(row), w, b, width, eps);
+      }
     });
   });
 }

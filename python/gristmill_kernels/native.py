@@ -10,7 +10,7 @@ import torch
 
 from gristmill_kernels import dispatch, loader
 from gristmill_kernels.checks import FLOAT8_DTYPES, FLOAT_DTYPES, name_of
-from gristmill_kernels.schema import AttentionKey, LinearKey, MlaKey, RopeKey, StoreKey
+from gristmill_kernels.schema import AttentionKey, LinearKey, MlaKey, RopeKey, RopeStoreKey, StoreKey
 
 MAX_HEAD_DIM = 576
 
@@ -33,10 +33,8 @@ def _rope(key: RopeKey) -> str | None:
     return _float_key(key)
 
 
-def _store(key: StoreKey) -> str | None:
-    if key.cache_dtype is not key.dtype:
-        return f"the cache is {name_of(key.cache_dtype)}, the new rows {name_of(key.dtype)}"
-    return _float_key(key)
+def _store(key: StoreKey | RopeStoreKey) -> str | None:
+    return _cache(key.dtype, key.cache_dtype)
 
 
 def _attention(key: AttentionKey) -> str | None:
@@ -51,7 +49,7 @@ def _cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
     if dtype not in FLOAT_DTYPES:
         return f"dtype {name_of(dtype)} is not float32, float16 or bfloat16"
     if cache_dtype is not dtype and cache_dtype not in FLOAT8_DTYPES:
-        return f"the cache is {name_of(cache_dtype)}, neither {name_of(dtype)} like the queries nor an 8-bit float"
+        return f"the cache is {name_of(cache_dtype)}, neither {name_of(dtype)} like the rows nor an 8-bit float"
     return None
 
 
@@ -69,12 +67,28 @@ def _linear(key: LinearKey) -> str | None:
 PREDICATES: dict[str, Callable[[Any], str | None]] = {
     "rms_norm": _float_key,
     "fused_add_rms_norm": _float_key,
+    "gemma_rms_norm": _float_key,
+    "gemma_fused_add_rms_norm": _float_key,
+    "layer_norm": _float_key,
     "apply_rope": _rope,
+    "apply_rope_store_kv": _store,
     "silu_and_mul": _float_key,
+    "gelu_and_mul": _float_key,
+    "gelu_tanh_and_mul": _float_key,
+    "swiglu_oai": _float_key,
     "store_kv": _store,
+    "copy_slots": _any_key,
+    "transfer_kv": _any_key,
     "kv_indices": _any_key,
     "qo_indptr": _any_key,
     "write_req_to_token": _any_key,
+    "window_kv_indices": _any_key,
+    "page_table": _any_key,
+    "last_page_len": _any_key,
+    "mla_indices": _any_key,
+    "draft_kv_indices": _any_key,
+    "alloc_extend": _any_key,
+    "alloc_decode": _any_key,
     "decode_attention": _attention,
     "extend_attention": _attention,
     "ragged_attention": _attention,

@@ -274,7 +274,7 @@ def _draft_cases() -> list[Case]:
 def _alloc_cases() -> list[Case]:
     runs = [(0, 5), (3, 4), (7, 16), (16, 17), (16, 16), (9, 4), (30, 131), (0, 64), (31, 33), (5, 16)]
     cases = [_alloc_extend(runs, page_size, extra) for page_size, extra in [(1, 0), (16, 3), (64, 0), (3, 1), (1000, 2)]]
-    cases += [_alloc_extend(few, 16, 1) for few in ([], [(4, 4)], [(40, 47)])]
+    cases += [_alloc_extend(few, 16, 1) for few in ([], [(4, 4), (9, 9)], [(40, 47)])]
     cases += [_alloc_extend([(n * 7 % 50, n * 7 % 50 + n * 13 % 90) for n in range(130)], 16, 4)]
     lens = [1, 16, 17, 0, 33, 2, 64, 65, -4, 49]
     cases += [_alloc_decode(lens, page_size, extra) for page_size, extra in [(1, 0), (16, 3), (64, 0), (3, 1)]]
