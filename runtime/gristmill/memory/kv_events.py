@@ -22,7 +22,8 @@ import zmq
 from gristmill.errors import GristmillError
 
 TOPIC = b"kv-events"
-RING_BATCHES = 10_000  # batches that can be replayed
+RING_BATCHES = 10_000  # batches that can be replayed,
+RING_BYTES = 64 << 20  # as far as they are no larger than this together
 REPLAY_BATCHES_PER_TURN = 256  # so that a long replay does not hold up a step
 MEDIUM = "GPU"  # what readers call the memory that attention reads, whatever the device
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -102,7 +103,7 @@ class KvEventPublisher:
             dead process left there is replaced, anything else is not.
         page_size: Tokens per page.
         queue_batches: Batches that wait for one reader at most.
-        ring_batches: Batches that can be replayed.
+        ring_batches, ring_bytes: Batches that can be replayed: so many, and of this size in all, but always the newest one.
         clock: Seconds since the epoch.
 
     Raises:
@@ -117,11 +118,13 @@ class KvEventPublisher:
         *,
         queue_batches: int = RING_BATCHES,
         ring_batches: int = RING_BATCHES,
+        ring_bytes: int = RING_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._page_size, self._clock = page_size, clock
         self._encoder = msgspec.msgpack.Encoder()
-        self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring_batches)
+        self._ring: deque[tuple[int, bytes]] = deque()
+        self._most_batches, self._most_bytes, self._ring_bytes = ring_batches, ring_bytes, 0
         self._replays: deque[tuple[bytes, int]] = deque()  # (reader, next sequence number)
         self._files: list[tuple[str, int]] = []  # (path, inode) of our sockets
         self.next_seq = 0
@@ -154,8 +157,14 @@ class KvEventPublisher:
         batch = KvEventBatch(self._clock(), [to_event(change, self._page_size) for change in changes])
         payload, seq = self._encoder.encode(batch), self.next_seq
         self.next_seq += 1
-        self._ring.append((seq, payload))
+        self._keep(seq, payload)
         self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+
+    def _keep(self, seq: int, payload: bytes) -> None:
+        self._ring.append((seq, payload))
+        self._ring_bytes += len(payload)
+        while len(self._ring) > self._most_batches or (self._ring_bytes > self._most_bytes and len(self._ring) > 1):
+            self._ring_bytes -= len(self._ring.popleft()[1])
 
     def turn(self) -> None:
         """Read requests for a replay and send a part of what was asked for."""

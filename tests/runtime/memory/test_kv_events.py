@@ -152,6 +152,20 @@ def test_a_replay_has_what_the_ring_has_from_the_asked_number_on(context: zmq.Co
     assert msgspec.msgpack.decode(answers[0][1], type=KvEventBatch).events == [to_event(STORED, 2)]
 
 
+def test_the_ring_is_bounded_in_bytes_too(context: zmq.Context) -> None:
+    wire = Wire(context, ring_bytes=1000)
+    large: Any = ("stored", None, [1] * 500, ints([5, 6] * 500), "")
+    for _ in range(5):
+        wire.publisher.publish([STORED])
+    small = len(wire.ask(0)[0][1])
+    assert [seq for seq, _ in wire.ask(0)] == [0, 1, 2, 3, 4]
+    wire.publisher.publish([large])
+    assert [seq for seq, _ in wire.ask(0)] == [5], "the newest is always there"
+    for _ in range(100):
+        wire.publisher.publish([STORED])
+    assert [seq for seq, _ in wire.ask(0)] == list(range(106 - 1000 // small, 106))
+
+
 def test_a_request_for_a_replay_that_is_none_is_ignored(context: zmq.Context) -> None:
     wire = Wire(context)
     wire.publisher.publish([STORED])
