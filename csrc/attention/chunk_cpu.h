@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/problem.h"
 #include "attention/transpose.h"
@@ -42,7 +44,13 @@ struct RowRange {
   const uint8_t* mask;  // by key of the chunk, or null
 };
 
-// The keys and values of a chunk: rows of the pool, null for a hole.
+// Rows of an 8-bit cache as bfloat16, which holds each of its numbers exactly.
+struct WideRows {
+  Scratch k, v;
+};
+
+// The keys and values of a chunk: rows of the pool, null for a hole. An 8-bit cache is read as T = BFloat16; its rows
+// count only once widen() has made them.
 template <typename T>
 struct ChunkKeys {
   const T* k[kChunk];
@@ -54,16 +62,52 @@ struct ChunkKeys {
   void locate(const AttentionProblem& p, int64_t request, int64_t kv_head, int64_t start, BadSlot& bad) {
     count = std::min(kChunk, p.kv_len(request) - start);
     holes = false;
-    const int32_t* slots = p.kv_indices + p.kv_indptr[request] + start;
+    const int64_t first = p.kv_indptr[request] + start;
+    const int64_t bytes = is_float8(p.cache_dtype) ? 1 : static_cast<int64_t>(sizeof(T));
+    const auto row = [bytes](const void* pool, int64_t offset) {
+      return reinterpret_cast<const T*>(static_cast<const std::byte*>(pool) + offset * bytes);
+    };
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t slot = slots[j];
+      const int64_t slot = p.kv_indices != nullptr ? p.kv_indices[first + j] : first + j;
       const bool hole = slot < 0 || slot >= p.num_slots;
       if (slot >= p.num_slots) bad.set(slot);
       holes |= hole;
-      k[j] = hole ? nullptr : static_cast<const T*>(p.k) + slot * p.k_slot + kv_head * p.k_head;
-      v[j] = hole ? nullptr : static_cast<const T*>(p.v) + slot * p.v_slot + kv_head * p.v_head;
+      k[j] = hole ? nullptr : row(p.k, slot * p.k_slot + kv_head * p.k_head);
+      v[j] = hole ? nullptr : row(p.v, slot * p.v_slot + kv_head * p.v_head);
     }
   }
+
+  // Keys [begin, end) of an 8-bit cache become rows in `memory`; nothing looks at the others, which become holes.
+  void widen(const AttentionProblem& p, int64_t begin, int64_t end, WideRows& memory)
+    requires std::is_same_v<T, BFloat16>
+  {
+    const bool shared = p.v == p.k && p.v_slot == p.k_slot && p.v_head == p.k_head && p.head_dim_v <= p.head_dim;
+    BFloat16* keys = memory.k.get<BFloat16>(kChunk * p.head_dim);
+    BFloat16* values = shared ? nullptr : memory.v.get<BFloat16>(kChunk * p.head_dim_v);
+    dispatch_float8(p.cache_dtype, [&](auto tag) {
+      const auto wide = [](BFloat16* to, const T* row, int64_t width) -> const T* {
+        if (row == nullptr) return nullptr;
+        const auto* from = reinterpret_cast<const decltype(tag)*>(row);
+        for_lanes(
+            width, [&](int64_t i) { vstore(to + i, vload(from + i)); },
+            [&](int64_t i, int64_t n) { vstore_n(to + i, vload_n(from + i, n), n); });
+        return to;
+      };
+      for (int64_t j = 0; j < count; ++j) {
+        const bool used = begin <= j && j < end;
+        if (used && j + kPrefetchKeys < end) {
+          prefetch_bytes(k[j + kPrefetchKeys], p.head_dim);
+          if (!shared) prefetch_bytes(v[j + kPrefetchKeys], p.head_dim_v);
+        }
+        k[j] = used ? wide(keys + j * p.head_dim, k[j], p.head_dim) : nullptr;
+        v[j] = !used ? nullptr : shared ? k[j] : wide(values + j * p.head_dim_v, v[j], p.head_dim_v);
+      }
+    });
+  }
+
+ private:
+  static constexpr int64_t kPrefetchKeys = 8;
+  static void prefetch_bytes(const void* row, int64_t width) { prefetch_row(static_cast<const uint8_t*>(row), width); }
 };
 
 // scores[r][j] for kRows rows and one block of transposed keys: a chain of fused multiply-adds along the head.

@@ -1,5 +1,6 @@
-// Extend attention on the CPU: tiles of query rows (positions times the query heads of one KV head) walk the chunks of
-// their request in order with a running softmax, so the keys and values of a chunk are unpacked once per tile.
+// Extend and ragged attention on the CPU: tiles of query rows (positions times the query heads of one KV head) walk the
+// chunks of their request in order with a running softmax, so the keys and values of a chunk are unpacked once per
+// tile.
 #include <algorithm>
 #include <vector>
 
@@ -10,7 +11,6 @@
 namespace gristmill {
 namespace {
 
-constexpr const char* kOp = "extend_attention";
 struct Tile {
   int32_t request;
   int32_t first;  // position in the request's query rows
@@ -25,6 +25,7 @@ struct ExtendScratch {
 };
 
 struct ExtendArguments {
+  const char* op;
   const int32_t* qo_indptr;
   const uint8_t* mask;  // custom mask or null
   const int32_t* mask_indptr;
@@ -55,7 +56,7 @@ class Extend {
     parallel_units(static_cast<int64_t>(tiles.size()) * p_.num_kv_heads, work, [&](int64_t unit) {
       run_tile(list[static_cast<size_t>(unit / p_.num_kv_heads)], unit % p_.num_kv_heads);
     });
-    bad_.check(kOp, p_.num_slots);
+    bad_.check(args_.op, p_.num_slots);
   }
 
  private:
@@ -144,17 +145,29 @@ class Extend {
   BadSlot bad_;
 };
 
-void check_mask(const Tensor& mask, const Tensor& mask_indptr, const AttentionProblem& p, const int32_t* qo_indptr) {
-  check_vector(mask, ScalarType::Bool, -1, kOp, "custom_mask");
-  check_vector(mask_indptr, ScalarType::Int, -1, kOp, "mask_indptr");
-  STD_TORCH_CHECK(mask_indptr.size(0) >= p.requests, kOp, ": mask_indptr must have an entry per request (", p.requests,
+void check_mask(const char* op, const Tensor& mask, const Tensor& mask_indptr, const AttentionProblem& p,
+                const int32_t* qo_indptr) {
+  check_vector(mask, ScalarType::Bool, -1, op, "custom_mask");
+  check_vector(mask_indptr, ScalarType::Int, -1, op, "mask_indptr");
+  STD_TORCH_CHECK(mask_indptr.size(0) >= p.requests, op, ": mask_indptr must have an entry per request (", p.requests,
                   "), got ", mask_indptr.size(0));
   const int32_t* first = data<int32_t>(mask_indptr);
   for (int64_t b = 0; b < p.requests; ++b) {
     const int64_t size = (qo_indptr[b + 1] - qo_indptr[b]) * p.kv_len(b);
-    STD_TORCH_CHECK(first[b] >= 0 && first[b] + size <= mask.size(0), kOp, ": custom_mask must have ", size,
+    STD_TORCH_CHECK(first[b] >= 0 && first[b] + size <= mask.size(0), op, ": custom_mask must have ", size,
                     " entries from mask_indptr[", b, "] = ", first[b], " on, it has ", mask.size(0), " in all");
   }
+}
+
+void run_extend(const char* op, const AttentionProblem& p, const Tensor& qo_indptr, const OptionalTensor& custom_mask,
+                const OptionalTensor& mask_indptr, bool causal) {
+  const int32_t* q_bound = query_bounds(p, op, qo_indptr);
+  STD_TORCH_CHECK(custom_mask.has_value() == mask_indptr.has_value(), op,
+                  ": custom_mask and mask_indptr must be given together");
+  if (custom_mask) check_mask(op, *custom_mask, *mask_indptr, p, q_bound);
+  const ExtendArguments args{op, q_bound, custom_mask ? data<uint8_t>(*custom_mask) : nullptr,
+                             mask_indptr ? data<int32_t>(*mask_indptr) : nullptr, causal};
+  dispatch_cache(p.cache_dtype, op, "the keys", [&](auto tag) { Extend<decltype(tag)>(p, args).run(); });
 }
 
 }  // namespace
@@ -164,22 +177,20 @@ void extend_attention(const Tensor& out, const OptionalTensor& lse, const Tensor
                       const OptionalTensor& custom_mask, const OptionalTensor& mask_indptr, const OptionalTensor& sinks,
                       bool causal, double sm_scale, double logit_cap, int64_t window_left, double k_scale,
                       double v_scale) {
-  const AttentionProblem p = make_problem(kOp, out, lse, q, k_cache, v_cache, kv_indptr, kv_indices, sinks, sm_scale,
-                                          logit_cap, window_left, k_scale, v_scale);
-  check_vector(qo_indptr, ScalarType::Int, p.requests + 1, kOp, "qo_indptr");
-  const int32_t* q_bound = data<int32_t>(qo_indptr);
-  for (int64_t b = 0; b < p.requests; ++b) {
-    STD_TORCH_CHECK(0 <= q_bound[b] && q_bound[b] <= q_bound[b + 1], kOp, ": qo_indptr must not descend, got ",
-                    q_bound[b], " before ", q_bound[b + 1]);
-  }
-  STD_TORCH_CHECK(q_bound[p.requests] <= p.rows, kOp, ": qo_indptr ends at ", q_bound[p.requests], ", beyond the ",
-                  p.rows, " rows of q");
-  STD_TORCH_CHECK(custom_mask.has_value() == mask_indptr.has_value(), kOp,
-                  ": custom_mask and mask_indptr must be given together");
-  if (custom_mask) check_mask(*custom_mask, *mask_indptr, p, q_bound);
-  const ExtendArguments args{q_bound, custom_mask ? data<uint8_t>(*custom_mask) : nullptr,
-                             mask_indptr ? data<int32_t>(*mask_indptr) : nullptr, causal};
-  dispatch_float(k_cache.scalar_type(), kOp, "k_cache", [&](auto tag) { Extend<decltype(tag)>(p, args).run(); });
+  constexpr const char* op = "extend_attention";
+  const AttentionProblem p = make_problem(op, kPoolNames, out, lse, q, k_cache, v_cache, kv_indptr, &kv_indices, sinks,
+                                          sm_scale, logit_cap, window_left, k_scale, v_scale);
+  run_extend(op, p, qo_indptr, custom_mask, mask_indptr, causal);
+}
+
+void ragged_attention(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                      const Tensor& qo_indptr, const Tensor& kv_indptr, const OptionalTensor& custom_mask,
+                      const OptionalTensor& mask_indptr, const OptionalTensor& sinks, bool causal, double sm_scale,
+                      double logit_cap, int64_t window_left) {
+  constexpr const char* op = "ragged_attention";
+  const AttentionProblem p = make_problem(op, KvNames{"k", "v"}, out, lse, q, k, v, kv_indptr, nullptr, sinks, sm_scale,
+                                          logit_cap, window_left, 1, 1);
+  run_extend(op, p, qo_indptr, custom_mask, mask_indptr, causal);
 }
 
 }  // namespace gristmill

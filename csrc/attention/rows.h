@@ -46,7 +46,7 @@ class QueryRows {
 #if defined(GRISTMILL_AMX)
     if (use_amx(p)) {
       BFloat16* to = amx_rows_ + r * pitch_;
-      std::copy_n(p.q_bfloat16(row, head), p.head_dim, to);
+      p.copy_q(to, row, head);
       std::fill(to + p.head_dim, to + pitch_, BFloat16{0});
       return;
     }
@@ -68,7 +68,10 @@ class QueryRows {
   }
 
   // Attends the keys of `chunk` that the ranges name; states and sums then hold the chunk's part.
-  void attend(const AttentionProblem& p, const ChunkKeys<T>& chunk) {
+  void attend(const AttentionProblem& p, ChunkKeys<T>& chunk) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (is_float8(p.cache_dtype)) widen(p, chunk);
+    }
 #if defined(GRISTMILL_AMX)
     if constexpr (kMayUseAmx) {
       if (use_amx(p)) return AmxChunk(p, chunk, queries_, rows_, ranges_.data(), amx_, states_.data(), sums_).run();
@@ -79,11 +82,23 @@ class QueryRows {
   }
 
  private:
+  void widen(const AttentionProblem& p, ChunkKeys<T>& chunk) {
+    int64_t begin = chunk.count, end = 0;
+    for (int64_t r = 0; r < rows_; ++r) {
+      const RowRange& range = ranges_[static_cast<size_t>(r)];
+      if (range.begin >= range.end) continue;
+      begin = std::min(begin, range.begin);
+      end = std::max(end, range.end);
+    }
+    chunk.widen(p, begin, end, wide_);
+  }
+
   static bool use_amx(const AttentionProblem& p) {
     return kMayUseAmx && p.dtype == ScalarType::BFloat16 && amx_available();
   }
 
   Scratch q_memory_, sums_memory_;
+  WideRows wide_;
   ChunkScratch chunk_;
 #if defined(GRISTMILL_AMX)
   AmxScratch amx_;

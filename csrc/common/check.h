@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/dtypes.h"
+#include "common/float8.h"
 
 namespace gristmill {
 
@@ -35,6 +36,12 @@ inline const char* dtype_name(ScalarType type) {
       return "int64";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    case ScalarType::Float8_e4m3fnuz:
+      return "float8_e4m3fnuz";
     default:
       return "another dtype";
   }
@@ -91,6 +98,23 @@ inline void dispatch_float(ScalarType type, const char* op, const char* name, F&
       return f(Half{});
     default:
       STD_TORCH_CHECK(false, op, ": ", name, " must be float32, bfloat16 or float16, got ", dtype_name(type));
+  }
+}
+
+inline bool is_float8(ScalarType type) {
+  return type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2 || type == ScalarType::Float8_e4m3fnuz;
+}
+
+// As dispatch_float, for the 8-bit floats of a cache.
+template <typename F>
+inline void dispatch_float8(ScalarType type, F&& f) {
+  switch (type) {
+    case ScalarType::Float8_e4m3fn:
+      return f(Float8E4M3{});
+    case ScalarType::Float8_e5m2:
+      return f(Float8E5M2{});
+    default:
+      return f(Float8E4M3Fnuz{});
   }
 }
 

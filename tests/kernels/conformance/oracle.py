@@ -189,7 +189,7 @@ def merge_many(states: Array, lses: Array) -> tuple[Array, Array, Array]:
         lse[at] = largest + math.log(sum(weights))
         out[at] = sum(weight * o for weight, (_, o) in zip(weights, parts)) / sum(weights)
         # A float32 difference of LSEs is off by up to |difference| * 2^-24, so its weight is by that much, relatively.
-        magnitude[at] = sum((1 + largest - value) * weight * abs(o) for weight, (value, o) in zip(weights, parts)) / sum(weights)
+        magnitude[at] = sum((1 + (largest - value)) * weight * abs(o) for weight, (value, o) in zip(weights, parts)) / sum(weights)
     return out, lse, magnitude
 
 

@@ -1,0 +1,90 @@
+// The 8-bit floats of KV caches as plain structs, with exact conversion to float and rounding conversion from it, a
+// vector at a time, in integer arithmetic and normal numbers only (so a thread that flushes denormals computes the
+// same).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/vec.h"
+
+namespace gristmill {
+
+// What the codes of the highest exponent mean.
+enum class Float8Top {
+  kOneNan,       // 0x7f and 0xff are NaN, all others numbers; no infinity (e4m3fn)
+  kInfinity,     // as in IEEE formats (e5m2)
+  kNegativeZero  // 0x80 is the only NaN, all others are numbers; no infinity and no negative zero (e4m3fnuz)
+};
+
+struct Float8E4M3 {
+  static constexpr int kMantissa = 3, kBias = 7;
+  static constexpr float kLargest = 448;
+  static constexpr Float8Top kTop = Float8Top::kOneNan;
+  uint8_t bits;
+};
+
+struct Float8E5M2 {
+  static constexpr int kMantissa = 2, kBias = 15;
+  static constexpr float kLargest = 57344;
+  static constexpr Float8Top kTop = Float8Top::kInfinity;
+  uint8_t bits;
+};
+
+struct Float8E4M3Fnuz {
+  static constexpr int kMantissa = 3, kBias = 8;
+  static constexpr float kLargest = 240;
+  static constexpr Float8Top kTop = Float8Top::kNegativeZero;
+  uint8_t bits;
+};
+
+template <typename T>
+concept Float8 = requires { T::kTop; };
+
+typedef uint8_t vu8 __attribute__((vector_size(kLanes)));
+
+template <Float8 T>
+inline vf vload(const T* p) {
+  vu8 bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  const vu code = __builtin_convertvector(bytes, vu);
+  const vu x = code & 0x7fu;
+  // Below 2^kMantissa the code counts the smallest number there is.
+  constexpr float unit = 1.0f / static_cast<float>(int64_t{1} << (T::kBias - 1 + T::kMantissa));
+  const vu small = as_uint(__builtin_convertvector(reinterpret_cast<vi>(x), vf) * unit);
+  const vu normal = (x << (23 - T::kMantissa)) + (static_cast<uint32_t>(127 - T::kBias) << 23);
+  vu bits = x < (1u << T::kMantissa) ? small : normal;
+  if constexpr (T::kTop == Float8Top::kOneNan) bits = x == 0x7fu ? bits | 0x7fc00000u : bits;
+  if constexpr (T::kTop == Float8Top::kInfinity) bits = x >= 0x7cu ? bits | 0x7f800000u : bits;
+  bits |= (code & 0x80u) << 24;
+  if constexpr (T::kTop == Float8Top::kNegativeZero) bits = code == 0x80u ? vu{} + 0x7fc00000u : bits;
+  return as_float(bits);
+}
+
+// Rounds to nearest even; what lies beyond the largest number, infinities included, saturates; a NaN stays one.
+template <Float8 T>
+inline void vstore(T* p, vf v) {
+  const vu all = as_uint(v);
+  const vu sign = (all >> 24) & 0x80u;
+  const vf limit = vset1(T::kLargest);
+  const vf magnitude = vabs(v) > limit ? limit : vabs(v);
+  const vu a = as_uint(magnitude);
+  constexpr int shift = 23 - T::kMantissa;
+  constexpr uint32_t offset = static_cast<uint32_t>(127 - T::kBias) << T::kMantissa;
+  const vu normal = ((a + ((1u << (shift - 1)) - 1) + ((a >> shift) & 1u)) >> shift) - offset;
+  constexpr float units = static_cast<float>(int64_t{1} << (T::kBias - 1 + T::kMantissa));
+  const auto is_small = a < (static_cast<uint32_t>(128 - T::kBias) << 23);
+  const vu small = reinterpret_cast<vu>(vto_int(vround((is_small ? magnitude : vzero()) * units)));
+  const vu x = is_small ? small : normal;
+  vu code = x | sign;
+  if constexpr (T::kTop == Float8Top::kNegativeZero) {
+    code = x == 0u ? x : code;
+    code = v != v ? vu{} + 0x80u : code;
+  } else {
+    code = v != v ? sign | 0x7fu : code;
+  }
+  const vu8 bytes = __builtin_convertvector(code, vu8);
+  std::memcpy(p, &bytes, sizeof(bytes));
+}
+
+}  // namespace gristmill
