@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.library import Library
 
 from gristmill_kernels import dispatch
-from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, norm, rope, sampling
+from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, norm, rope, sampling
 from gristmill_kernels.schema import OPS
 from tests.kernels.conformance import oracle
 from tests.kernels.conformance.harness import Moved, pairs, run_case
@@ -59,6 +60,32 @@ def _lse_base_2(out, lse, *rest) -> None:
         lse.mul_(1.4426950408889634)
 
 
+def _in_chunks_of_two(out, out_lse, o, lse) -> None:
+    """Pairs are merged with equal weight."""
+    attention.merge_states(out, out_lse, o, lse)
+    if len(o) > 2:
+        out.copy_(o.double().nan_to_num().mean(0))
+
+
+def _merge_all_by_formula(out, out_lse, o, lse) -> None:
+    total = torch.logsumexp(lse, 0)
+    out.copy_((torch.exp(lse - total)[..., None] * o).sum(0))
+    out_lse.copy_(total)
+
+
+def _in_the_wrong_order(args: dict) -> torch.Tensor:
+    """The bounds of requests as if their rows came last to first."""
+    return args["kv_indptr"][-1] - args["kv_indptr"].flip(0)
+
+
+def _first_row_for_all(out, lse, q_nope, q_rope, kv_cache, qo_indptr, *rest) -> None:
+    """Every row of a request sits where its first one does."""
+    mla.mla_decode(out, lse, q_nope, q_rope, kv_cache, qo_indptr, *rest)
+    if qo_indptr is not None:
+        for begin, end in itertools.pairwise(qo_indptr.tolist()):
+            out[begin:end] = out[begin : begin + 1]
+
+
 def _merge_by_formula(out, out_lse, o_a, lse_a, o_b, lse_b) -> None:
     lse = torch.logaddexp(lse_a, lse_b)
     out.copy_(torch.exp(lse_a - lse)[..., None] * o_a + torch.exp(lse_b - lse)[..., None] * o_b)
@@ -79,6 +106,101 @@ def _silent_last_row(out, *rest) -> None:
         out[-1] = out[0]
 
 
+def _affine(normal, weight, bias):
+    scaled = normal if weight is None else normal * weight.double()
+    return scaled if bias is None else scaled + bias.double()
+
+
+def _one_pass_layer_norm(out, x, weight, bias, eps) -> None:
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide.square().mean(-1, keepdim=True) - mean.square()).clamp(min=0)
+    out.copy_(_affine((wide - mean) * (variance + eps).rsqrt(), weight, bias))
+
+
+def _sample_variance_layer_norm(out, x, weight, bias, eps) -> None:
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    variance = centred.square().sum(-1, keepdim=True) / max(1, x.shape[-1] - 1)
+    out.copy_(_affine(centred * (variance + eps).rsqrt(), weight, bias))
+
+
+def _store_then_rotate(q, k, k_cache, v_cache, v, positions, table, slots, is_neox, *scales) -> None:
+    kvcache.store_kv(k_cache, v_cache, k, v, slots, *scales)
+    rope.apply_rope(q, k, positions, table, is_neox)
+
+
+def _store_rounded_quotient(k_cache, v_cache, k, v, slots, k_scale=1.0, v_scale=1.0) -> None:
+    kvcache.store_kv(k_cache, v_cache, k / k_scale, v / v_scale, slots)
+
+
+def _store_without_saturation(k_cache, v_cache, k, v, slots, k_scale=1.0, v_scale=1.0) -> None:
+    infinite = float("inf")
+    keep = (k_cache.dtype in kvcache._LARGEST) & (k.abs() / k_scale > kvcache._LARGEST.get(k_cache.dtype, infinite))
+    kvcache.store_kv(k_cache, v_cache, k.masked_fill(keep, float("nan")), v, slots, k_scale, v_scale)
+
+
+def _store_cut_off(k_cache, v_cache, k, v, slots, k_scale=1.0, v_scale=1.0) -> None:
+    """Rounding toward zero: what is not representable is taken for a little less."""
+    if k_cache.dtype in kvcache._LARGEST:
+        exact = (k.float() / k_scale).clamp(-240, 240).to(k_cache.dtype).float() * k_scale == k.float()
+        k = torch.where(exact, k.float(), k.float() * 0.96)
+    kvcache.store_kv(k_cache, v_cache, k, v, slots, k_scale, v_scale)
+
+
+def _copy_backwards(k_cache, v_cache, src_slots, dst_slots) -> None:
+    for pair in reversed(range(len(src_slots))):
+        kvcache.copy_slots(k_cache, v_cache, src_slots[pair : pair + 1], dst_slots[pair : pair + 1])
+
+
+def _table_of_slots(out, req_to_token, req_slots, seq_lens, page_size) -> None:
+    indices.page_table(out, req_to_token * page_size, req_slots, seq_lens, page_size)
+
+
+def _cleared_page_table(out, req_to_token, req_slots, seq_lens, page_size) -> None:
+    out.zero_()
+    indices.page_table(out, req_to_token, req_slots, seq_lens, page_size)
+
+
+def _draft_branches_first(indptr, out, req_to_token, req_slots, prefix_lens, draft_slots, steps, topk) -> None:
+    if draft_slots is not None:
+        draft_slots = draft_slots.transpose(1, 2).reshape(draft_slots.shape)
+    indices.draft_kv_indices(indptr, out, req_to_token, req_slots, prefix_lens, draft_slots, steps, topk)
+
+
+def _draft_all_steps(indptr, out, *rest) -> None:
+    indices.draft_kv_indices(indptr, out, *rest)
+    indptr[:-1] = indptr[-1]
+
+
+def _whole_page_prefixes(args: dict) -> torch.Tensor:
+    page_size = args["page_size"]
+    return torch.minimum((args["prefix_lens"] + page_size - 1) // page_size * page_size, args["new_lens"])
+
+
+def _every_request_from_the_front(out, num_pages, prefix_lens, new_lens, last_slots, free_pages, page_size) -> None:
+    offset, taken = 0, 0
+    for request in range(len(prefix_lens)):
+        one = slice(request, request + 1)
+        indices.alloc_extend(out[offset:], num_pages, prefix_lens[one], new_lens[one], last_slots[one], free_pages, page_size)
+        offset += max(0, int(new_lens[request] - prefix_lens[request]))
+        taken += int(num_pages)
+    num_pages.fill_(taken)
+
+
+def _without_lowest_bit(cache: torch.Tensor) -> torch.Tensor:
+    return (cache.view(torch.uint8) & 0xFE).view(cache.dtype) if cache.element_size() == 1 else cache
+
+
+def _as_e4m3fn(cache: torch.Tensor) -> torch.Tensor:
+    return cache.view(torch.float8_e4m3fn) if cache.dtype is torch.float8_e4m3fnuz else cache
+
+
+def _store_without_bounds(kv_cache, kv_c, k_rope, slots, kv_scale) -> None:
+    kept = slots >= 0
+    rows = torch.cat([kv_c, k_rope], dim=-1)[kept].float() / kv_scale
+    kv_cache[slots[kept].long()] = rows.to(kv_cache.dtype)
+
+
 ATTENTION_MUTANTS: dict[str, dict] = {
     "window is one too wide": {"window_left": lambda a: a["window_left"] + (a["window_left"] >= 0)},
     "window is one too narrow": {"window_left": lambda a: a["window_left"] - 1 if a["window_left"] > 0 else a["window_left"]},
@@ -90,12 +212,39 @@ ATTENTION_MUTANTS: dict[str, dict] = {
     "heads are mapped in the wrong order": {"q": _heads_interleaved},
     "holes are read as slot 0": {"kv_indices": lambda a: a["kv_indices"].clamp(min=0)},
     "the last key is dropped": {"kv_indices": _without_the_last_key},
+    "an 8-bit cache loses its lowest bit": {
+        "k_cache": lambda a: _without_lowest_bit(a["k_cache"]),
+        "v_cache": lambda a: _without_lowest_bit(a["v_cache"]),
+    },
+    "e4m3fnuz is read as e4m3fn": {name: lambda a, name=name: _as_e4m3fn(a[name]) for name in ("k_cache", "v_cache")},
     "queries are rounded to eight bits": {"q": lambda a: a["q"].to(torch.float8_e4m3fn).to(a["q"].dtype)},
 }
 EXTEND_MUTANTS: dict[str, dict] = ATTENTION_MUTANTS | {
     "the causal mask is ignored": {"causal": False},
     "the causal mask is always on": {"causal": True, "custom_mask": None},
     "the custom mask starts one late": {"custom_mask": lambda a: None if a["custom_mask"] is None else a["custom_mask"].roll(1)},
+}
+RAGGED_MUTANTS: dict[str, dict] = {
+    "window is one too wide": EXTEND_MUTANTS["window is one too wide"],
+    "window is one too narrow": EXTEND_MUTANTS["window is one too narrow"],
+    "sinks are ignored": {"sinks": None},
+    "the logit cap is ignored": {"logit_cap": 0.0},
+    "the causal mask is ignored": {"causal": False},
+    "the causal mask is always on": EXTEND_MUTANTS["the causal mask is always on"],
+    "the custom mask starts one late": EXTEND_MUTANTS["the custom mask starts one late"],
+    "values are those of the row before": {"v": lambda a: a["v"].roll(1, 0)},
+    "sm_scale comes from the value width": {"sm_scale": lambda a: a["sm_scale"] * (a["q"].shape[2] / a["v"].shape[2]) ** 0.5},
+    "requests are taken from the end": {"kv_indptr": _in_the_wrong_order},
+    "queries are rounded to eight bits": EXTEND_MUTANTS["queries are rounded to eight bits"],
+}
+MLA_MUTANTS: dict[str, dict] = {
+    "the rope part is ignored": {"q_rope": lambda a: torch.zeros_like(a["q_rope"])},
+    "kv_scale is ignored": {"kv_scale": 1.0},
+    "kv_scale is left out of the logits": {"sm_scale": lambda a: a["sm_scale"] / a["kv_scale"]},
+    "holes are read as slot 0": {"kv_indices": lambda a: a["kv_indices"].clamp(min=0)},
+    "the last key is dropped": {"kv_indices": _without_the_last_key},
+    "sm_scale comes from the cache's width": {"sm_scale": 576**-0.5},
+    "heads are reversed": {"q_nope": lambda a: a["q_nope"].flip(1), "q_rope": lambda a: a["q_rope"].flip(1)},
 }
 
 MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
@@ -110,6 +259,23 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
         "eps is ignored in a small row": altered(norm.fused_add_rms_norm, eps=0.1),
         "x is not overwritten": altered(norm.fused_add_rms_norm, x=lambda a: a["x"].clone()),
     },
+    "gemma_rms_norm": {
+        "the weight is the factor": norm.rms_norm,
+        "eps is too large": altered(norm.gemma_rms_norm, eps=0.1),
+        "1 + weight is rounded": lambda out, x, weight, eps: norm.rms_norm(out, x, 1 + weight, eps),
+    },
+    "gemma_fused_add_rms_norm": {
+        "the weight is the factor": norm.fused_add_rms_norm,
+        "the residual is not updated": altered(norm.gemma_fused_add_rms_norm, residual=lambda a: a["residual"].clone()),
+    },
+    "layer_norm": {
+        "the mean stays": lambda out, x, weight, bias, eps: out.copy_(_affine(norm._normalise(x, 1.0, eps), weight, bias)),
+        "the weight is ignored": altered(norm.layer_norm, weight=None),
+        "the bias is ignored": altered(norm.layer_norm, bias=None),
+        "eps is ignored": altered(norm.layer_norm, eps=0.0),
+        "the variance is a difference of two float32 sums": _one_pass_layer_norm,
+        "the variance divides by one less": _sample_variance_layer_norm,
+    },
     "apply_rope": {
         "pairs are taken the other way": altered(rope.apply_rope, is_neox=lambda a: not a["is_neox"]),
         "positions are off by one": altered(rope.apply_rope, positions=lambda a: a["positions"] - 1),
@@ -119,14 +285,67 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
             rope.apply_rope, cos_sin_cache=lambda a: torch.cat([a["cos_sin_cache"].chunk(2, 1)[0], -a["cos_sin_cache"].chunk(2, 1)[1]], 1)
         ),
     },
+    "apply_rope_store_kv": {
+        "keys are stored before they are rotated": _store_then_rotate,
+        "keys are rotated in the cache only": altered(rope.apply_rope_store_kv, k=lambda a: a["k"].clone()),
+        "padding is not stored": altered(rope.apply_rope_store_kv, slots=lambda a: a["slots"].masked_fill(a["positions"] < 0, -1)),
+        "rows without a slot are not rotated": altered(
+            rope.apply_rope_store_kv, positions=lambda a: a["positions"].masked_fill(a["slots"] < 0, -1)
+        ),
+        "scales are swapped": altered(rope.apply_rope_store_kv, k_scale=lambda a: a["v_scale"], v_scale=lambda a: a["k_scale"]),
+        "pairs are taken the other way": altered(rope.apply_rope_store_kv, is_neox=lambda a: not a["is_neox"]),
+    },
     "silu_and_mul": {
         "halves are swapped": altered(activation.silu_and_mul, x=lambda a: torch.cat(a["x"].chunk(2, -1)[::-1], -1)),
         "the last element is missed": followed_by(activation.silu_and_mul, lambda out, x: out[..., -1:].fill_(0.5)),
+    },
+    "gelu_and_mul": {
+        "it is the tanh form": activation.gelu_tanh_and_mul,
+        "it is silu": activation.silu_and_mul,
+        "halves are swapped": altered(activation.gelu_and_mul, x=lambda a: torch.cat(a["x"].chunk(2, -1)[::-1], -1)),
+    },
+    "gelu_tanh_and_mul": {
+        "it is the exact form": activation.gelu_and_mul,
+        "halves are swapped": altered(activation.gelu_tanh_and_mul, x=lambda a: torch.cat(a["x"].chunk(2, -1)[::-1], -1)),
+    },
+    "swiglu_oai": {
+        "gate and up are halves": altered(activation.swiglu_oai, x=lambda a: torch.stack(a["x"].chunk(2, -1), -1).flatten(-2)),
+        "gate and up are swapped": altered(activation.swiglu_oai, x=lambda a: a["x"].unflatten(-1, (-1, 2)).flip(-1).flatten(-2)),
+        "alpha is ignored": altered(activation.swiglu_oai, alpha=1.0),
+        "limit is ignored": altered(activation.swiglu_oai, limit=float("inf")),
+        "the gate is bounded below": altered(activation.swiglu_oai, x=lambda a: a["x"].clamp(min=-a["limit"])),
+        "NaN becomes the limit": altered(activation.swiglu_oai, x=lambda a: a["x"].nan_to_num(a["limit"])),
     },
     "store_kv": {
         "slot -1 is the last slot": altered(kvcache.store_kv, slots=lambda a: a["slots"] % a["k_cache"].shape[0]),
         "values are not stored": altered(kvcache.store_kv, v_cache=lambda a: a["v_cache"].clone()),
         "values go one slot further": altered(kvcache.store_kv, v_cache=lambda a: a["v_cache"].roll(1, 0)),
+        "k_scale is ignored": altered(kvcache.store_kv, k_scale=1.0),
+        "v_scale is ignored": altered(kvcache.store_kv, v_scale=1.0),
+        "rows are multiplied by the scale": altered(kvcache.store_kv, k_scale=lambda a: 1 / a.get("k_scale", 1.0)),
+        "rows are rounded before they become 8-bit": _store_rounded_quotient,
+        "8-bit stores overflow": _store_without_saturation,
+        "8-bit stores cut off": _store_cut_off,
+        "NaN saturates": altered(kvcache.store_kv, k=lambda a: a["k"].nan_to_num(0.0)),
+    },
+    "copy_slots": {
+        "source and destination are swapped": lambda k, v, source, target: kvcache.copy_slots(k, v, target, source),
+        "only the first layer is copied": altered(kvcache.copy_slots, k_cache=lambda a: a["k_cache"][:1]),
+        "values are forgotten": altered(kvcache.copy_slots, v_cache=None),
+        "the last pair is copied first": _copy_backwards,
+        "slot -1 is the last slot": altered(
+            kvcache.copy_slots,
+            src_slots=lambda a: a["src_slots"] % a["k_cache"].shape[1],
+            dst_slots=lambda a: a["dst_slots"] % a["k_cache"].shape[1],
+        ),
+    },
+    "transfer_kv": {
+        "source slots are used on both sides": altered(kvcache.transfer_kv, dst_slots=lambda a: a["src_slots"]),
+        "values are forgotten": altered(kvcache.transfer_kv, src_v=None, dst_v=None),
+        "slot -1 is slot 0": altered(kvcache.transfer_kv, src_slots=lambda a: a["src_slots"].clamp(min=0)),
+        "the last pair is missing": altered(
+            kvcache.transfer_kv, src_slots=lambda a: a["src_slots"][:-1], dst_slots=lambda a: a["dst_slots"][:-1]
+        ),
     },
     "kv_indices": {
         "kv_start is ignored": altered(indices.kv_indices, kv_start=None),
@@ -138,10 +357,85 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
         "starts are ignored": altered(indices.write_req_to_token, starts=lambda a: a["starts"] * 0),
         "each run begins with the first slot": altered(indices.write_req_to_token, slots=lambda a: a["slots"].flip(0)),
     },
+    "window_kv_indices": {
+        "the window is one too wide": altered(
+            indices.window_kv_indices, window_left=lambda a: a["window_left"] + (a["window_left"] >= 0)
+        ),
+        "the window is one too narrow": altered(
+            indices.window_kv_indices, window_left=lambda a: a["window_left"] - 1 if a["window_left"] > 0 else a["window_left"]
+        ),
+        "the window counts from the last row": altered(indices.window_kv_indices, q_lens=None),
+        "slots are not mapped": altered(indices.window_kv_indices, slot_map=None),
+        "holes are mapped": altered(indices.window_kv_indices, req_to_token=lambda a: a["req_to_token"].clamp(min=0)),
+    },
+    "page_table": {
+        "slots stand for pages": _table_of_slots,
+        "the rest of a row is cleared": _cleared_page_table,
+        "rows are taken in order": altered(indices.page_table, req_slots=lambda a: torch.arange(len(a["req_slots"]))),
+        "the last, partial page is missing": altered(
+            indices.page_table, seq_lens=lambda a: a["seq_lens"] // a["page_size"] * a["page_size"]
+        ),
+    },
+    "last_page_len": {
+        "a full page is empty": lambda out, seq_lens, page_size: out.copy_(seq_lens.clamp(min=0) % page_size),
+        "an empty request has a page": lambda out, seq_lens, page_size: out.copy_((seq_lens - 1) % page_size + 1),
+    },
+    "mla_indices": {
+        "indptr counts tokens": followed_by(indices.mla_indices, lambda indptr, *rest: indptr[1:].copy_(rest[4].clamp(min=0).cumsum(0))),
+        "slots stand for pages": lambda indptr, out, last, table, rows, lens, page_size: indices.mla_indices(
+            indptr, out, last, (table * page_size).where(table >= 0, -1), rows, lens, page_size
+        ),
+        "the last length is that of the first page": followed_by(
+            indices.mla_indices, lambda *args: args[2].copy_(args[5].clamp(min=0, max=args[6]))
+        ),
+    },
+    "draft_kv_indices": {
+        "the newest draft token is missing": followed_by(indices.draft_kv_indices, lambda indptr, *rest: indptr[:, 1:].sub_(1)),
+        "branches share the first branch's slots": altered(
+            indices.draft_kv_indices,
+            draft_slots=lambda a: None if a["draft_slots"] is None else a["draft_slots"][:, :1].expand(-1, a["topk"], -1),
+        ),
+        "listed slots are ignored": altered(indices.draft_kv_indices, draft_slots=None),
+        "branches come first": _draft_branches_first,
+        "every step sees all draft tokens": _draft_all_steps,
+    },
+    "alloc_extend": {
+        "partial pages are not filled": altered(indices.alloc_extend, prefix_lens=_whole_page_prefixes),
+        "new pages are taken from the back": altered(indices.alloc_extend, free_pages=lambda a: a["free_pages"].flip(0)),
+        "the last slot is used again": altered(indices.alloc_extend, last_slots=lambda a: a["last_slots"] - 1),
+        "each request begins with the first free page": _every_request_from_the_front,
+        "num_pages counts tokens": followed_by(indices.alloc_extend, lambda out, num_pages, *rest: num_pages.fill_(len(out))),
+    },
+    "alloc_decode": {
+        "a full page goes on": lambda out, num_pages, new_lens, last_slots, *rest: out.copy_(last_slots + 1),
+        "padding takes a slot": altered(indices.alloc_decode, new_lens=lambda a: a["new_lens"].clamp(min=1)),
+        "num_pages is not written": altered(indices.alloc_decode, num_pages=lambda a: a["num_pages"].clone()),
+        "every page is the first": altered(indices.alloc_decode, free_pages=lambda a: a["free_pages"][:1].expand(len(a["free_pages"]))),
+    },
     "decode_attention": {name: altered(attention.decode_attention, **changes) for name, changes in ATTENTION_MUTANTS.items()}
     | {"LSE is base 2": followed_by(attention.decode_attention, _lse_base_2)},
     "extend_attention": {name: altered(attention.extend_attention, **changes) for name, changes in EXTEND_MUTANTS.items()}
     | {"LSE is base 2": followed_by(attention.extend_attention, _lse_base_2)},
+    "ragged_attention": {name: altered(attention.ragged_attention, **changes) for name, changes in RAGGED_MUTANTS.items()}
+    | {"LSE is base 2": followed_by(attention.ragged_attention, _lse_base_2)},
+    "mla_decode": {name: altered(mla.mla_decode, **changes) for name, changes in MLA_MUTANTS.items()}
+    | {"LSE is base 2": followed_by(mla.mla_decode, _lse_base_2), "rows do not advance": _first_row_for_all},
+    "mla_store": {
+        "slot -1 is the last slot": altered(mla.mla_store, slots=lambda a: a["slots"] % a["kv_cache"].shape[0]),
+        "the rope part is not stored": altered(mla.mla_store, k_rope=lambda a: torch.zeros_like(a["k_rope"])),
+        "kv_scale multiplies": altered(mla.mla_store, kv_scale=lambda a: 1 / a["kv_scale"]),
+        "8-bit values do not saturate": _store_without_bounds,
+        "8-bit values are truncated": altered(
+            mla.mla_store, kv_c=lambda a: a["kv_c"] * 0.97 if a["kv_cache"].element_size() == 1 else a["kv_c"]
+        ),
+    },
+    "merge_states": {
+        "it is the bare formula": _merge_all_by_formula,
+        "more than two states are averaged": _in_chunks_of_two,
+        "the last state is left out": altered(
+            attention.merge_states, o=lambda a: a["o"][: max(1, len(a["o"]) - 1)], lse=lambda a: a["lse"][: max(1, len(a["lse"]) - 1)]
+        ),
+    },
     "merge_state": {
         "it is the bare formula": _merge_by_formula,
         "states are swapped": altered(attention.merge_state, lse_a=lambda a: a["lse_b"], lse_b=lambda a: a["lse_a"]),
