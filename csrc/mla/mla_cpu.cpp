@@ -1,31 +1,11 @@
 // mla_decode and mla_store on the CPU. Decode is split-KV attention with one KV head whose values are the front of its
 // keys, so a row has the bits that decode_attention gives for the same cache.
-#include <cstring>
-#include <type_traits>
-
 #include "attention/split_kv.h"
 #include "common/parallel.h"
-#include "common/vec.h"
+#include "kvcache/store.h"
 #include "mla/mla.h"
 
 namespace gristmill {
-namespace {
-
-// to = from / scale; the same bits when there is nothing to change.
-template <typename From, typename To>
-void store_part(To* to, const From* from, int64_t width, float scale) {
-  if constexpr (std::is_same_v<From, To>) {
-    if (scale == 1) {
-      std::memcpy(to, from, static_cast<size_t>(width) * sizeof(To));
-      return;
-    }
-  }
-  for_lanes(
-      width, [&](int64_t i) { vstore(to + i, vload(from + i) / scale); },
-      [&](int64_t i, int64_t n) { vstore_n(to + i, vload_n(from + i, n) / scale, n); });
-}
-
-}  // namespace
 
 void mla_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q_nope, const Tensor& q_rope,
                 const Tensor& kv_cache, const OptionalTensor& qo_indptr, const Tensor& kv_indptr,
@@ -88,10 +68,8 @@ void mla_store(const Tensor& kv_cache, const Tensor& kv_c, const Tensor& k_rope,
   check_size(kv_cache, 1, latent_dim + rope_dim, op, "kv_cache");
   check_vector(slots, ScalarType::Int, tokens, op, "slots");
   const int32_t* slot = data<int32_t>(slots);
-  const int64_t num_slots = kv_cache.size(0);
-  for (int64_t t = 0; t < tokens; ++t) {
-    STD_TORCH_CHECK(slot[t] < num_slots, op, ": slots[", t, "] must be -1 or in [0, ", num_slots, "), got ", slot[t]);
-  }
+  check_slots(slot, tokens, kv_cache.size(0), op, "slots");
+  STD_TORCH_CHECK(kv_scale > 0, op, ": kv_scale must be positive, got ", kv_scale);
   const float scale = static_cast<float>(kv_scale);
   dispatch_float(kv_c.scalar_type(), op, "kv_c", [&](auto from_tag) {
     using From = decltype(from_tag);
@@ -104,8 +82,8 @@ void mla_store(const Tensor& kv_cache, const Tensor& kv_c, const Tensor& k_rope,
         for (int64_t t = begin; t < end; ++t) {
           if (slot[t] < 0) continue;
           To* to = cache + slot[t] * kv_cache.stride(0);
-          store_part(to, latent + t * kv_c.stride(0), latent_dim, scale);
-          store_part(to + latent_dim, rope + t * k_rope.stride(0), rope_dim, scale);
+          store_row(to, latent + t * kv_c.stride(0), latent_dim, scale);
+          store_row(to + latent_dim, rope + t * k_rope.stride(0), rope_dim, scale);
         }
       });
     };

@@ -9,7 +9,16 @@ from torch import Tensor
 from gristmill_kernels._plan import DecodePlan
 from gristmill_kernels._registry import select
 from gristmill_kernels.attention import _check_plan, _check_rows
-from gristmill_kernels.checks import check_cache, check_float, check_vector, refuse_device, refuse_dtype, refuse_shape, same_device
+from gristmill_kernels.checks import (
+    check_cache,
+    check_float,
+    check_vector,
+    refuse_device,
+    refuse_dtype,
+    refuse_shape,
+    refuse_value,
+    same_device,
+)
 from gristmill_kernels.schema import device_of, store_key
 
 __all__ = ["mla_decode", "mla_store"]
@@ -104,7 +113,7 @@ def mla_store(kv_c: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, *, 
         kv_cache: [S, L + R], dtype of kv_c or float8_e4m3fn, float8_e5m2, float8_e4m3fnuz: then the float32 quotient is rounded to nearest
             even and saturates at the largest finite number; a NaN stays one.
         slots: [T] int32, each in [-1, S); no slot twice. A slot >= S is an error or skipped, never written.
-        kv_scale: what the rows are divided by; pass the same to `mla_decode`.
+        kv_scale: what the rows are divided by, positive; pass the same to `mla_decode`.
 
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
@@ -129,5 +138,7 @@ def mla_store(kv_c: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, *, 
         if not same_device(tensor, kv_c):
             raise refuse_device(function, argument, tensor, kv_c)
     check_vector(function, "slots", slots, torch.int32, num_tokens, kv_c, "[T]")
+    if not kv_scale > 0:
+        raise refuse_value(function, "kv_scale", kv_scale, "positive")
     op = torch.ops.gristmill.mla_store if torch.compiler.is_compiling() else select(function, store_key(kv_c, kv_cache))
     op(kv_cache, kv_c, k_rope, slots, kv_scale)
