@@ -29,8 +29,18 @@ def load_gguf_oracle(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
-def greedy(model: Any, prompt: Sequence[int], n_tokens: int, eos_ids: Sequence[int] = ()) -> GreedyRun:
-    """`n_tokens` greedy tokens after `prompt`; stops after one of `eos_ids`, like an engine does."""
+def greedy(
+    model: Any,
+    prompt: Sequence[int],
+    n_tokens: int,
+    eos_ids: Sequence[int] = (),
+    *,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+) -> GreedyRun:
+    """`n_tokens` greedy tokens after `prompt`; stops after one of `eos_ids`, like an engine does. Penalties as in the APIs: repetition for
+    tokens of prompt and output, presence and frequency for those of the output."""
     from transformers import DynamicCache
 
     ids, second, margin = [], [], []
@@ -39,7 +49,13 @@ def greedy(model: Any, prompt: Sequence[int], n_tokens: int, eos_ids: Sequence[i
         step = torch.tensor([list(prompt)])
         while len(ids) < n_tokens:
             output = model(input_ids=step, cache=cache, use_cache=True, logits_to_keep=1)
-            best = output.logits[0, -1].float().topk(2)
+            logits = output.logits[0, -1].float()
+            if repetition != 1 or presence or frequency:
+                seen = torch.tensor(sorted({*prompt, *ids}))
+                logits[seen] = torch.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
+                counts = torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=len(logits))
+                logits -= frequency * counts + presence * (counts > 0)
+            best = logits.topk(2)
             ids.append(int(best.indices[0]))
             second.append(int(best.indices[1]))
             margin.append(float(best.values[0] - best.values[1]))
