@@ -262,7 +262,6 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
     "gemma_rms_norm": {
         "the weight is the factor": norm.rms_norm,
         "eps is too large": altered(norm.gemma_rms_norm, eps=0.1),
-        "1 + weight is rounded": lambda out, x, weight, eps: norm.rms_norm(out, x, 1 + weight, eps),
     },
     "gemma_fused_add_rms_norm": {
         "the weight is the factor": norm.fused_add_rms_norm,
