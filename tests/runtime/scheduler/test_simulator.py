@@ -9,7 +9,7 @@ import pytest
 from tests.runtime.scheduler.faults import FAULTS, NOTICED, planted
 from tests.runtime.scheduler.simulator import run_schedule
 
-N_SCHEDULES = 1200
+N_SCHEDULES = 1000
 N_BLOCKS = 4
 
 
