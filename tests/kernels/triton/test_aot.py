@@ -35,11 +35,16 @@ SHARED_LIMIT = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840, "sm90": 2324
 MATRIX_INSTRUCTION = {"gfx90a": r"v_mfma_", "gfx942": r"v_mfma_", "gfx950": r"v_mfma_", "sm90": r"wgmma\.mma_async|mma\.sync"}
 
 
+# Scalar registers that AMD may park in lanes of vector registers (no memory is touched): a few of them cost nothing that can be measured.
+SCALAR_SPILL_LIMIT = 16
+
+
 class Resources(NamedTuple):
     """What one lane holds, and what it lacked room for. `stack_bytes` is private memory, which should not be needed."""
 
     registers: int
     spills: int
+    scalar_spills: int
     stack_bytes: int
 
 
@@ -51,8 +56,7 @@ def amd_resources(assembly: str) -> Resources:
         assert found, f"the metadata has no {name}"
         return int(found[1])
 
-    spills = number("vgpr_spill_count") + number("sgpr_spill_count")
-    return Resources(number("vgpr_count"), spills, number("private_segment_fixed_size"))
+    return Resources(number("vgpr_count"), number("vgpr_spill_count"), number("sgpr_spill_count"), number("private_segment_fixed_size"))
 
 
 def nvidia_resources(ptx: str, folder: Path) -> Resources:
@@ -67,7 +71,7 @@ def nvidia_resources(ptx: str, folder: Path) -> Resources:
     registers = re.search(r"Used (\d+) registers", said)
     memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert registers and memory, said
-    return Resources(int(registers[1]), int(memory[2]) + int(memory[3]), int(memory[1]))
+    return Resources(int(registers[1]), int(memory[2]) + int(memory[3]), 0, int(memory[1]))
 
 
 def cases() -> list[Any]:
@@ -90,6 +94,7 @@ def test_kernel_compiles_without_spilling(case: AotCase, arch: str, tmp_path: Pa
     assembly = compiled.asm["amdgcn"] if arch.startswith("gfx") else compiled.asm["ptx"]
     resources = amd_resources(assembly) if arch.startswith("gfx") else nvidia_resources(assembly, tmp_path)
     assert resources.spills == 0 and resources.stack_bytes == 0, f"{resources} with {compiled.metadata.num_warps} warps"
+    assert resources.scalar_spills <= SCALAR_SPILL_LIMIT, f"{resources} with {compiled.metadata.num_warps} warps"
     assert compiled.metadata.shared <= SHARED_LIMIT[arch]
     if case.dot:
         assert re.search(MATRIX_INSTRUCTION[arch], assembly), "no matrix instruction"
