@@ -10,7 +10,7 @@ import torch
 
 from gristmill.loading.config import ModelConfig
 from gristmill.worker.batch import ForwardBatch
-from gristmill.worker.kv_pool import KVPool
+from gristmill.worker.kv_pool import KVPool, LatentPool
 
 
 class AttentionLayer(NamedTuple):
@@ -36,6 +36,14 @@ class AttentionLayer(NamedTuple):
         )
 
 
+class LatentLayer(NamedTuple):
+    """Static facts of one layer of latent attention (MLA) in its absorbed form."""
+
+    layer_id: int
+    num_heads: int
+    sm_scale: float
+
+
 class AttentionBackend(ABC):
     """Attention over a paged KV pool for one model on one device.
 
@@ -46,7 +54,7 @@ class AttentionBackend(ABC):
 
     layer_ops: ClassVar[str] = "kernels"  # which set of gristmill.layers.ops the model runs with
 
-    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+    def __init__(self, config: ModelConfig, pool: KVPool | LatentPool) -> None:
         self.config, self.pool = config, pool
 
     @classmethod
@@ -69,6 +77,23 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         """One query per row."""
+
+    def forward_latent(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_rope: torch.Tensor,
+        layer: LatentLayer,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """Decode, prefill, chunk and verify rows of latent attention over a LatentPool.
+
+        q_nope [T, num_heads, latent_dim] (times the key half of kv_b_proj), q_rope [T, num_heads, rope_dim], both rotated; kv_c
+        [T, latent_dim] and k_rope [T, rope_dim] are written to the pool first; `out` is like q_nope.
+        """
+        raise NotImplementedError(f"attention backend {self.describe()['name']} has no latent attention")
 
     def graph_buffers(self, max_batch: int) -> dict[str, torch.Tensor]:
         """Metadata tensors with fixed addresses for captured graphs; empty where the device has no graphs."""

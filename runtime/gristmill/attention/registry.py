@@ -43,7 +43,8 @@ def backends() -> dict[str, type[AttentionBackend]]:
     if not _loaded:
         _loaded = True
         import gristmill.attention.cpu
-        import gristmill.attention.torch_native  # noqa: F401
+        import gristmill.attention.torch_native
+        import gristmill.attention.triton  # noqa: F401
 
         for entry in metadata.entry_points(group=GROUP):
             try:

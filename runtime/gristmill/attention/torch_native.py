@@ -13,6 +13,7 @@ from gristmill.attention.base import AttentionBackend, AttentionLayer
 from gristmill.attention.registry import register
 from gristmill.loading.config import ModelConfig
 from gristmill.worker.batch import ForwardBatch
+from gristmill.worker.kv_pool import KVPool
 
 
 class _Row(NamedTuple):
@@ -53,6 +54,7 @@ class TorchNativeBackend(AttentionBackend):
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
+        assert isinstance(self.pool, KVPool)
         rows, out_slots = batch.attention[layer.window_left >= 0]
         k_cache, v_cache = self.pool.layer(layer.layer_id)
         k_cache[out_slots], v_cache[out_slots] = k, v

@@ -26,21 +26,35 @@ class KVPool:
     With a window pool, the sliding-window layers have its slots and the others those of the full pool.
     """
 
-    def __init__(self, config: ModelConfig, sizes: PoolSizes, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, sizes: PoolSizes, page_size: int, dtype: torch.dtype, device: str = "cpu") -> None:
         self.slots, self.window_slots = sizes
-        self.page_size, self.dtype = page_size, dtype
+        self.page_size, self.dtype, self.device = page_size, dtype, device
         self._layers = []
         for layer in range(config.num_layers):
             slots = sizes.window if sizes.window and config.window_of_layer(layer) is not None else sizes.full
             shape = (slots, config.num_kv_heads, config.head_dim)
             # empty: the pages of the pool take memory only once they are written
-            self._layers.append((torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)))
+            self._layers.append((torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)))
 
     @property
     def nbytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self._layers)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._layers[index]
+
+
+class LatentPool:
+    """The pool of latent attention: per layer one tensor [slots, latent_dim + rope_dim], shared by all heads."""
+
+    def __init__(
+        self, num_layers: int, slots: int, page_size: int, latent_dim: int, rope_dim: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
+        self.slots, self.page_size, self.dtype = slots, page_size, dtype
+        self.latent_dim, self.rope_dim, self.device = latent_dim, rope_dim, device
+        self._layers = [torch.empty((slots, latent_dim + rope_dim), dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def layer(self, index: int) -> torch.Tensor:
         return self._layers[index]
 
 
