@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gristmill.attention.base import AttentionBackend, AttentionLayer, LatentLayer
+from gristmill.errors import OptionError
 from gristmill.loading.config import ModelConfig
 from gristmill.worker.batch import ForwardBatch
 from gristmill.worker.kv_pool import KVPool, LatentPool
@@ -53,9 +54,14 @@ class KernelBackend(AttentionBackend):
         self._decode, self._extend = self._op("decode_attention", dense), self._op("extend_attention", dense)
 
     def _op(self, name: str, key: tuple[Any, ...]) -> Callable[..., None]:
-        """The op of this backend's family; what runs is remembered for `families`."""
-        self._families[name] = self.family or dispatch.chosen_family(name, key)
-        return dispatch.overload(name, self.family) if self.family else dispatch.select(name, key)
+        """The op of this backend's family; what runs is remembered for `families`. Raises OptionError when the family cannot run it."""
+        if self.family is None:
+            self._families[name] = dispatch.chosen_family(name, key)
+            return dispatch.select(name, key)
+        if (reason := dispatch.why_not(name, self.family, key)) is not None:
+            raise OptionError(f"the {self.family} kernels cannot run {name}: {reason}")
+        self._families[name] = self.family
+        return dispatch.overload(name, self.family)
 
     def families(self) -> dict[str, str]:
         return self._families
