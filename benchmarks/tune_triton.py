@@ -48,7 +48,7 @@ def _compile(job: tuple[str, str, int, int, str]) -> str:
 
 
 def _table(suite: str, name: str) -> Table:
-    return next(table for table in import_module(f"benchmarks.tuning.{suite}").tables() if table.name == name)
+    return next(table for table in import_module(f"benchmarks.tuning.{suite}").tables() if f"{table.name} {table.size}" == name)
 
 
 def tune(table: Table, usable: list[Candidate], timer: Timer, deadline: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -102,7 +102,8 @@ def main() -> None:
     wanted = set(filter(None, args.tables.split(",")))
     chosen = [(suite, table) for suite in args.kernels.split(",") for table in import_module(f"benchmarks.tuning.{suite}").tables()]
     chosen = [(suite, table) for suite, table in chosen if not wanted or table.name in wanted]
-    jobs = [(suite, table.name, number, 10 * major + minor, arch) for suite, table in chosen for number in range(len(table.candidates))]
+    target = (10 * major + minor, arch)
+    jobs = [(suite, f"{table.name} {table.size}", number, *target) for suite, table in chosen for number in range(len(table.candidates))]
     begin = time.monotonic()
     workers = min(len(jobs), os.cpu_count() or 2)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -118,7 +119,7 @@ def main() -> None:
         usable = [
             candidate
             for number, candidate in enumerate(table.candidates)
-            if not problems[suite, table.name, number, 10 * major + minor, arch]
+            if not problems[(suite, f"{table.name} {table.size}", number, *target)]
         ]
         best, records = tune(table, usable, timer, deadline)
         everything["tables"][f"{table.name} {table.size}"] = {"best": best, "tried": records}

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.tuning import Candidate, Table
-from gristmill_kernels.triton import attention_decode, attention_extend, attention_tables
+from gristmill_kernels.triton import attention_decode, attention_extend, attention_tables, mla
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+LATENT, ROPE = 512, 64
 BF16, INT, WIDE = torch.bfloat16, torch.int32, torch.float32
 
 
@@ -96,6 +97,59 @@ class Prefill:
         self.data = {}
 
 
+@dataclass
+class Latent:
+    """One row per request over scattered rows of a latent cache."""
+
+    heads: int
+    batch: int
+    length: int
+    data: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads} heads B{self.batch} S{self.length}"
+
+    def _make(self) -> None:
+        total = self.batch * self.length
+        self.data = {
+            "q": torch.randn(self.batch, self.heads, LATENT + ROPE, dtype=BF16, device="cuda"),
+            "cache": torch.randn(total, LATENT + ROPE, dtype=BF16, device="cuda"),
+            "indptr": _indptr(self.batch, self.length),
+            "indices": torch.randperm(total, device="cuda").to(INT),
+        }
+
+    def run(self, candidate: Candidate) -> Tensor:
+        if not self.data:
+            self._make()
+        q, cache, indptr, indices = self.data.values()
+        out = torch.empty(self.batch, self.heads, LATENT, dtype=BF16, device="cuda")
+        q_nope, q_rope = q[..., :LATENT], q[..., LATENT:]
+        mla.mla_decode_with(candidate.config, out, None, q_nope, q_rope, cache, None, indptr, indices, None, None, 192**-0.5, 1.0)
+        return out
+
+    def rate(self, us: float) -> str:
+        tokens = self.batch * self.length
+        flops = 2 * tokens * self.heads * (2 * LATENT + ROPE)
+        return f"{tokens * (LATENT + ROPE) * 2 / us * 1e-6:.2f} TB/s, {flops / us * 1e-6:.0f} TFLOP/s"
+
+    def release(self) -> None:
+        self.data = {}
+
+
+def _latent_candidate(config: attention_tables.MlaConfig, heads: int) -> Candidate:
+    def sources() -> list[tuple[Any, Any]]:
+        constants = mla.split_constants(heads, LATENT, ROPE, config)
+        return [(mla._split.source((WIDE, BF16, BF16, BF16, None, INT, INT, None), True, 16, constants), config.options)]
+
+    return Candidate(attention_tables.entry_of(config, LATENT), config, sources)
+
+
+def _latent_table(heads: int) -> Table:
+    candidates = [_latent_candidate(config, heads) for config in attention_tables.MLA_CANDIDATES[heads]]
+    return Table("mla", heads, candidates, lambda: [Latent(heads, 64, 4096), Latent(heads, 8, 8192)])
+
+
 def _decode_candidate(config: attention_tables.DecodeConfig) -> Candidate:
     def sources() -> list[tuple[Any, Any]]:
         constants = attention_decode.split_constants(DIM, DIM, HEADS, KV_HEADS, config, False, False)
@@ -119,7 +173,7 @@ def tables() -> list[Table]:
             "decode",
             DIM,
             [_decode_candidate(config) for config in attention_tables.DECODE_CANDIDATES],
-            lambda: [Decode(64, 4096), Decode(8, 16384), Decode(1, 65536)],
+            lambda: [Decode(64, 4096), Decode(8, 16384), Decode(1, 65536), Decode(1, 4096), Decode(16, 1024)],
         ),
         Table(
             "ragged",
@@ -133,4 +187,6 @@ def tables() -> list[Table]:
             [_extend_candidate(config, True) for config in attention_tables.EXTEND_CANDIDATES],
             lambda: [Prefill(4, 4096, True), Prefill(1, 16384, True)],
         ),
+        _latent_table(16),
+        _latent_table(128),
     ]

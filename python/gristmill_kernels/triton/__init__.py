@@ -64,6 +64,9 @@ _HOME = {
     "extend_attention": "attention_extend",
     "ragged_attention": "attention_extend",
     "merge_state": "merge",
+    "merge_states": "merge",
+    "mla_decode": "mla",
+    "mla_store": "mla",
 }
 
 

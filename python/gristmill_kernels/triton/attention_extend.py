@@ -39,7 +39,7 @@ def _extend_blocks(
     BLOCK_DV: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The blocks [low, high) of one tile, whose rows see keys of [first_seen, end_seen) only: others may hold NaN and are not read.
-    Without MASKED every row sees every key of these blocks that is not a hole."""
+    Without MASKED every row sees every key of these blocks, and none is a hole."""
     dim, dim_v, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
     if PAGED:
         slots = tl.load(list_at + low + offset, mask=low + offset < end_seen, other=-1)
@@ -55,7 +55,7 @@ def _extend_blocks(
             there = there & (key >= first_seen)
         k_rows = k_at + rows[:, None] * k_slot
         v_rows = v_at + rows[:, None] * v_slot
-        if PAGED or MASKED:
+        if MASKED:
             k_1 = tl.load(k_rows + dim[None, :], mask=there[:, None] & (dim[None, :] < HEAD_DIM), other=0.0)
             v = tl.load(v_rows + dim_v[None, :], mask=there[:, None] & (dim_v[None, :] < HEAD_DIM_V), other=0.0)
         else:
@@ -64,7 +64,8 @@ def _extend_blocks(
         scores = tl.dot(q_1, tl.trans(k_1.to(q_1.dtype)), input_precision="ieee")
         if BLOCK_D2 > 0:
             dim_2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-            k_2 = tl.load(k_rows + dim_2[None, :], mask=there[:, None] & (dim_2[None, :] < HEAD_DIM), other=0.0)
+            columns = dim_2[None, :] < HEAD_DIM
+            k_2 = tl.load(k_rows + dim_2[None, :], mask=there[:, None] & columns if MASKED else columns, other=0.0)
             scores = tl.dot(q_2, tl.trans(k_2.to(q_1.dtype)), scores, input_precision="ieee")
         if CAP:
             scores = soft_cap(scores * scale, logit_cap)
@@ -78,8 +79,6 @@ def _extend_blocks(
                 seen = seen & (tl.load(mask_at[:, None] + key[None, :], mask=seen, other=0) != 0)
                 v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
             scores = tl.where(seen, scores, float("-inf"))
-        elif PAGED:
-            scores = tl.where(there[None, :], scores, float("-inf"))
         weights, rescale, largest, total = softmax_step(scores, largest, total, factor)
         sums = tl.dot(weights.to(q_1.dtype), v.to(q_1.dtype), sums * rescale[:, None], input_precision="ieee")
         if PAGED:
@@ -93,6 +92,16 @@ def _load_columns(rows, dim, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     if WIDTH == BLOCK:
         return tl.load(rows + dim[None, :])
     return tl.load(rows + dim[None, :], mask=dim[None, :] < WIDTH, other=0.0)
+
+
+@triton.jit
+def _lowest(list_at, low, high, BLOCK: tl.constexpr):
+    """The smallest of list_at[low:high], at most 0."""
+    lowest = tl.zeros([BLOCK], tl.int32)
+    for first in range(low, high, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        lowest = tl.minimum(lowest, tl.load(list_at + place, mask=place < high, other=0))
+    return tl.min(lowest, 0)
 
 
 @triton.jit
@@ -146,6 +155,11 @@ def extend_kernel(
     if custom_mask is not None:
         full_high = low
     full_low = tl.minimum(full_low, tl.maximum(high, low))
+    PAGED: tl.constexpr = kv_indices is not None
+    if PAGED:  # noqa: SIM102 - a constant and a run-time condition
+        # Looking once for holes is cheaper than a mask in every block.
+        if _lowest(kv_indices + kv_begin, full_low, full_high, 1024) < 0:
+            full_high = full_low
     full_high = tl.maximum(full_high, full_low)
 
     dim, dim_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -156,7 +170,6 @@ def extend_kernel(
         dim_2 = BLOCK_D + tl.arange(0, BLOCK_D2)
         q_2 = tl.load(q_at + dim_2[None, :], mask=valid[:, None] & (dim_2[None, :] < HEAD_DIM), other=0.0)
     k_at, v_at = k + head.to(tl.int64) * k_head, v + head.to(tl.int64) * v_head
-    PAGED: tl.constexpr = kv_indices is not None
     list_at = kv_indices
     if PAGED:
         list_at = kv_indices + kv_begin

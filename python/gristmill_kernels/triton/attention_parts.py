@@ -83,9 +83,7 @@ def supports_attention(key: AttentionKey) -> str | None:
     """What every attention kernel of this family asks of a call."""
     if key.dtype not in FLOATS:
         return f"dtype {name_of(key.dtype)} is not float32, float16 or bfloat16"
-    if key.cache_dtype is not key.dtype and key.cache_dtype not in FLOATS_8:
-        return f"a cache of {name_of(key.cache_dtype)} is neither that of q nor an 8-bit float"
-    reason = _unreadable(key.device, key.cache_dtype)
+    reason = unreadable(key.device, key.dtype, key.cache_dtype)
     if reason is not None:
         return reason
     if max(key.head_dim, key.head_dim_v) > MAX_HEAD_DIM:
@@ -95,8 +93,10 @@ def supports_attention(key: AttentionKey) -> str | None:
     return None
 
 
-def _unreadable(device: str, cache_dtype: torch.dtype) -> str | None:
-    """Why Triton cannot convert an 8-bit float on this device, or None."""
+def unreadable(device: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    """Why a cache of this dtype cannot be read beside queries of `dtype` on this device, or None."""
+    if cache_dtype is not dtype and cache_dtype not in FLOATS_8:
+        return f"a cache of {name_of(cache_dtype)} is neither that of q nor an 8-bit float"
     nvidia = device == "cuda" and torch.version.hip is None
     if cache_dtype == torch.float8_e4m3fnuz and (device == "cpu" or nvidia):
         return "e4m3fnuz is a format of AMD GPUs"

@@ -32,13 +32,24 @@ class ExtendConfig(NamedTuple):
     options: Options
 
 
+class MlaConfig(NamedTuple):
+    """All but `programs_per_processor` are part of what a result is."""
+
+    block_m: int
+    block_n: int
+    value_parts: int
+    split_tokens: int
+    programs_per_processor: int
+    options: Options
+
+
 # What the tuner tries, by kernel.
 DECODE_CANDIDATES = tuple(
     DecodeConfig(block_n, split_tokens, programs, Options(num_warps, num_stages))
     for block_n, num_warps, num_stages, split_tokens, programs in (
-        (64, 4, 2, 256, 64), (64, 4, 3, 256, 64), (32, 4, 3, 256, 64), (32, 4, 4, 256, 64), (32, 2, 3, 256, 64), (32, 2, 4, 256, 64),
-        (64, 2, 2, 256, 64), (128, 4, 2, 256, 64), (16, 1, 4, 256, 64), (64, 4, 3, 256, 4), (32, 4, 4, 256, 4), (64, 4, 2, 512, 64),
-        (64, 4, 3, 512, 64), (32, 4, 4, 512, 64), (32, 2, 4, 512, 64), (64, 4, 3, 512, 3), (32, 4, 4, 1024, 64),
+        (128, 4, 2, 256, 64), (128, 4, 2, 512, 64), (128, 4, 2, 1024, 64), (64, 4, 3, 512, 64), (64, 4, 2, 512, 64), (64, 4, 2, 1024, 64),
+        (64, 4, 3, 1024, 64), (32, 4, 4, 1024, 64), (32, 4, 3, 1024, 64), (64, 2, 2, 512, 64), (64, 2, 2, 1024, 64), (64, 2, 3, 512, 64),
+        (128, 8, 2, 512, 64), (16, 1, 4, 512, 64),
     )
 )  # fmt: skip
 EXTEND_CANDIDATES = tuple(
@@ -48,6 +59,24 @@ EXTEND_CANDIDATES = tuple(
         (64, 64, 4, 3, True), (128, 32, 4, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 3, False), (128, 128, 8, 2, False),
     )
 )  # fmt: skip
+# By number of heads.
+MLA_CANDIDATES = {
+    heads: tuple(
+        MlaConfig(block_m, block_n, value_parts, split_tokens, 64, Options(num_warps, num_stages))
+        for block_m, block_n, value_parts, num_warps, num_stages, split_tokens in tried
+    )
+    for heads, tried in {
+        16: (
+            (16, 32, 1, 4, 2, 512), (16, 32, 1, 4, 3, 512), (16, 16, 1, 4, 4, 512), (16, 32, 1, 8, 2, 512), (16, 32, 1, 8, 3, 512),
+            (16, 64, 1, 8, 2, 512), (16, 64, 1, 8, 2, 1024), (16, 32, 1, 4, 3, 1024), (16, 32, 1, 8, 3, 1024), (16, 32, 1, 4, 2, 256),
+            (16, 32, 1, 4, 2, 1024), (16, 64, 1, 8, 2, 2048),
+        ),
+        128: (
+            (64, 64, 1, 8, 2, 1024), (64, 32, 1, 8, 2, 1024), (64, 32, 1, 8, 3, 1024), (64, 64, 1, 8, 2, 2048), (64, 64, 1, 8, 1, 1024),
+            (128, 32, 2, 8, 2, 1024), (128, 32, 2, 8, 2, 2048), (128, 64, 2, 8, 1, 1024), (64, 64, 2, 4, 2, 1024), (64, 32, 2, 4, 2, 1024),
+        ),
+    }.items()
+}  # fmt: skip
 
 
 @functools.cache
@@ -93,6 +122,25 @@ def extend_config(
     return ExtendConfig(32 if amd else 64, 16 if amd else 32, not amd, Options(4 if amd else 8, 1 if amd else 2))
 
 
+@functools.cache
+def mla_config(arch: str, dtype: torch.dtype, cache_dtype: torch.dtype, latent: int, rope: int, num_heads: int) -> MlaConfig:
+    """Configuration of a latent decode, by facts that do not depend on the batch or on the number of query rows."""
+    large = num_heads > 32
+    measured = tables.tuned("mla", arch, 128 if large else 16) if dtype.itemsize == 2 and cache_dtype is dtype and latent == 512 else {}
+    if measured:
+        options = Options(measured["num_warps"], measured["num_stages"])
+        fields = ("block_m", "block_n", "value_parts", "split_tokens", "programs_per_processor")
+        return MlaConfig(**{name: measured[name] for name in fields}, options=options)
+    amd = arch.startswith("gfx")
+    if dtype.itemsize == 4 or arch == "cpu":
+        return MlaConfig(16, 16, 1, SPLIT_TOKENS, 64, Options(4, 1))
+    if amd:
+        return MlaConfig(32 if large else 16, 32, 1, 2 * SPLIT_TOKENS, 64, Options(8 if large else 4, 1))
+    if large:
+        return MlaConfig(64, 32, 1, 4 * SPLIT_TOKENS, 64, Options(8, 2))
+    return MlaConfig(16 if num_heads <= 16 else 32, 32, 1, 2 * SPLIT_TOKENS, 64, Options(4 if num_heads <= 16 else 8, 2))
+
+
 def _measured(table: str, arch: str, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, head_dim_v: int) -> dict[str, Any]:
     """The tuner's entry for exactly this head size, for 16-bit data; empty where nothing was measured."""
     if dtype.itemsize != 2 or cache_dtype is not dtype or head_dim != head_dim_v:
@@ -101,7 +149,7 @@ def _measured(table: str, arch: str, dtype: torch.dtype, cache_dtype: torch.dtyp
     return found if found.get("head_dim") == head_dim else {}
 
 
-def entry_of(config: DecodeConfig | ExtendConfig, head_dim: int) -> dict[str, Any]:
+def entry_of(config: DecodeConfig | ExtendConfig | MlaConfig, head_dim: int) -> dict[str, Any]:
     """A configuration as an entry of the tuned table."""
     fields = {name: value for name, value in config._asdict().items() if name != "options"}
     return {"head_dim": head_dim, **fields, "num_warps": config.options.num_warps, "num_stages": config.options.num_stages}

@@ -15,6 +15,7 @@ from gristmill_kernels.schema import MergeKey
 from gristmill_kernels.triton import launch
 from gristmill_kernels.triton.attention_parts import ln_2, log2_e
 from gristmill_kernels.triton.launch import AotCase, Kernel, Op, Options
+from gristmill_kernels.triton.norm import wide_type
 
 # Elements that one program holds of one state.
 _BLOCK = 1024
@@ -51,7 +52,41 @@ def merge_state_kernel(
     tl.store(out_lse + row * out_lse_row + head, log, mask=there)
 
 
+@triton.jit
+def merge_states_kernel(
+    out, out_lse, o, lse,
+    out_row: tl.int64, out_head: tl.int64, o_state: tl.int64, o_row: tl.int64, o_head: tl.int64,
+    states: tl.int32, rows: tl.int32, heads: tl.int32, out_lse_row: tl.int32, lse_state: tl.int32, lse_row: tl.int32,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Each (row, head) in one pass over its states; reads all of them before it writes, so the output may be one of them."""
+    entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = entry < rows.to(tl.int64) * heads
+    row, head = entry // heads, entry % heads
+    dim = tl.arange(0, BLOCK)
+    mask = there[:, None] & (dim[None, :] < WIDTH)
+    lse_at = lse + row * lse_row + head
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    for state in range(states):
+        largest = tl.maximum(largest, tl.load(lse_at + lse_state.to(tl.int64) * state, mask=there, other=float("-inf")))
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.zeros([ROWS], WIDE)
+    sums = tl.zeros([ROWS, BLOCK], WIDE)
+    for state in range(states):
+        log = tl.load(lse_at + lse_state.to(tl.int64) * state, mask=there, other=float("-inf"))
+        value = tl.load(o + (o_state * state + row * o_row + head * o_head)[:, None] + dim[None, :], mask=mask, other=0.0)
+        # Exactly 1 for a state that stands alone, which therefore comes out bit for bit.
+        weight = tl.exp2((log - base) * log2_e)
+        # What an empty state holds is anything, NaN too.
+        sums += tl.where((weight == 0.0)[:, None], 0.0, value.to(WIDE) * weight.to(WIDE)[:, None])
+        total += weight.to(WIDE)
+    merged = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + (row * out_row + head * out_head)[:, None] + dim[None, :], merged.to(out.dtype.element_ty), mask=mask)
+    tl.store(out_lse + row * out_lse_row + head, largest + tl.log2(total.to(tl.float32)) * ln_2, mask=there)
+
+
 _merge_state = Kernel(merge_state_kernel)
+_merge_states = Kernel(merge_states_kernel)
 
 
 def merge_state(out: Tensor, out_lse: Tensor, o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> None:
@@ -69,6 +104,20 @@ def merge_state(out: Tensor, out_lse: Tensor, o_a: Tensor, lse_a: Tensor, o_b: T
     )  # fmt: skip
 
 
+def merge_states(out: Tensor, out_lse: Tensor, o: Tensor, lse: Tensor) -> None:
+    states, rows, heads, width = o.shape
+    constants = merge_constants(width)
+    _merge_states(
+        (launch.cdiv(rows * heads, constants[2]), 1, 1),
+        (
+            out, out_lse, o, lse, out.stride(0), out.stride(1), o.stride(0), o.stride(1), o.stride(2),
+            states, rows, heads, out_lse.stride(0), lse.stride(0), lse.stride(1),
+        ),
+        (*constants, wide_type(o.dtype)),
+        Options(num_warps=4, num_stages=2),
+    )  # fmt: skip
+
+
 def merge_constants(width: int) -> tuple[int, int, int]:
     """Width, columns and rows of one program."""
     block = launch.next_power_of_2(width)
@@ -79,9 +128,13 @@ def supports(key: MergeKey) -> str | None:
     return None if key.dtype in FLOAT_DTYPES else f"dtype {name_of(key.dtype)} is not float32, float16 or bfloat16"
 
 
-OPS = {"merge_state": Op(merge_state, supports)}
+OPS = {"merge_state": Op(merge_state, supports), "merge_states": Op(merge_states, supports)}
 
+_SHAPES = ((128, torch.bfloat16), (512, torch.float16), (72, torch.float32))
 AOT = [
-    AotCase(f"{width}", _merge_state, (dtype, torch.float32) * 3, merge_constants(width))
-    for width, dtype in ((128, torch.bfloat16), (512, torch.float16), (72, torch.float32))
+    *(AotCase(f"{width}", _merge_state, (dtype, torch.float32) * 3, merge_constants(width)) for width, dtype in _SHAPES),
+    *(
+        AotCase(f"{width}", _merge_states, (dtype, torch.float32) * 2, (*merge_constants(width), wide_type(dtype)))
+        for width, dtype in _SHAPES
+    ),
 ]
