@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.tuning import Candidate, Table
-from gristmill_kernels.triton import activation, kvcache, norm, tables
+from gristmill_kernels.triton import activation, kvcache, norm
+from gristmill_kernels.triton import tables as option_tables
 from gristmill_kernels.triton.launch import Kernel, Options
 
 BF16 = torch.bfloat16
@@ -39,7 +40,7 @@ def _store_inputs(rows: int, device: str) -> tuple:
 
 
 def _with_options(options: Options, function: Callable[..., None], args: tuple) -> None:
-    with mock.patch.object(tables, "row_options", lambda *facts: options):
+    with mock.patch.object(option_tables, "row_options", lambda *facts: options):
         function(*args)
 
 
@@ -90,10 +91,7 @@ def _table(name: str, size: int, function: Callable[..., None], make: Make) -> T
     return Table(name, size, candidates, lambda: [RowProblem(rows, function, make) for rows in ROWS])
 
 
-def tables_of_norms() -> list[Table]:
-    return [_table("norm", width, norm.rms_norm, partial(_norm_inputs, width)) for width in (1024, 2048, 4096, 8192, 16384)]
-
-
-def tables_to_tune() -> list[Table]:
+def tables() -> list[Table]:
+    norms = [_table("norm", width, norm.rms_norm, partial(_norm_inputs, width)) for width in (1024, 2048, 4096, 8192, 16384)]
     gates = [_table("gate", min(width, 2048), activation.silu_and_mul, partial(_gate_inputs, width)) for width in (1024, 8192)]
-    return [*tables_of_norms(), *gates, _table("store", HEADS * DIM, kvcache.store_kv, _store_inputs)]
+    return [*norms, *gates, _table("store", HEADS * DIM, kvcache.store_kv, _store_inputs)]

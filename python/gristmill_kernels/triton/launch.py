@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 
 from gristmill_kernels.checks import FLOAT_DTYPES, name_of
 
-# Versions whose compiled handles are called as `_Handle` does. Others work, at the price of kernel[grid].
-KNOWN_VERSIONS = ("3.5", "3.6", "3.7")
+# Versions whose compiled handles are called as `_handle` does, tried on a GPU. Others work, at the price of kernel[grid].
+KNOWN_VERSIONS = ("3.6",)
 PLAIN_VARIABLE = "GRISTMILL_KERNELS_TRITON_PLAIN"
 
 TYPE_NAMES: Mapping[torch.dtype, str] = {
