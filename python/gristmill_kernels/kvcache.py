@@ -124,7 +124,7 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor | None, src_slots: Tensor, dst_s
     if v_cache is not None:
         _check_cache("copy_slots", "v_cache", v_cache, dims, f"{dims}-dimensional like k_cache")
         if v_cache.shape[:-1] != k_cache.shape[:-1]:
-            raise refuse_shape("copy_slots", "v_cache", v_cache, f"{[*k_cache.shape[:-1], 'Dv']} like k_cache")
+            raise refuse_shape("copy_slots", "v_cache", v_cache, f"[{', '.join(map(str, k_cache.shape[:-1]))}, Dv] like k_cache")
         if v_cache.dtype is not k_cache.dtype:
             raise refuse_dtype("copy_slots", "v_cache", v_cache, "the dtype of k_cache")
         if not same_device(v_cache, k_cache):

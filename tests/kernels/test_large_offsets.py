@@ -160,3 +160,98 @@ def test_the_request_table_is_read_and_written_beyond_the_border(family: str) ->
     indptr, indices = torch.empty(3, dtype=torch.int32), torch.empty(33, dtype=torch.int32)
     dispatch.overload("kv_indices", family)(indptr, indices, table, rows, starts + lens, starts)
     assert torch.equal(indices, slots) and indptr.tolist() == [0, 30, 33]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_row_ops_on_rows_far_apart_give_the_same_rows(family: str, seed: int) -> None:
+    source = generator(seed)
+    x = torch.randn(3, 128, generator=source).bfloat16()
+    weight = torch.randn(128, generator=source).bfloat16()
+    for name, options in (("gemma_rms_norm", (weight, 1e-6)), ("layer_norm", (weight, weight, 1e-6))):
+        near, far = torch.empty_like(x), far_rows(torch.zeros_like(x))
+        dispatch.overload(name, family)(near, x, *options)
+        dispatch.overload(name, family)(far, far_rows(x), *options)
+        assert torch.equal(near, far), name
+    near, near_sum, far, far_sum = x.clone(), x.clone(), far_rows(x), far_rows(x)
+    dispatch.overload("gemma_fused_add_rms_norm", family)(near, near_sum, weight, 1e-6)
+    dispatch.overload("gemma_fused_add_rms_norm", family)(far, far_sum, weight, 1e-6)
+    assert torch.equal(near, far) and torch.equal(near_sum, far_sum)
+    for name, options in (("gelu_and_mul", ()), ("gelu_tanh_and_mul", ()), ("swiglu_oai", (1.702, 7.0))):
+        near, far = torch.empty(3, 64).bfloat16(), far_rows(torch.zeros(3, 64).bfloat16())
+        dispatch.overload(name, family)(near, x, *options)
+        dispatch.overload(name, family)(far, far_rows(x), *options)
+        assert torch.equal(near, far), name
+
+
+def high_pool(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """A cache [S, 1, width] of which only the slots around element 2^31 are ever touched."""
+    slots = 2**31 // WIDTH + 10
+    return untouched(slots * WIDTH, dtype).as_strided((slots, 1, width), (WIDTH, width, 1))
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_around_the_border_are_rotated_and_stored_like_low_ones(family: str, cache_dtype: torch.dtype, seed: int) -> None:
+    source = generator(seed)
+    q, k, v = (torch.randn(4, 1, width, generator=source).bfloat16() for width in (96, 96, 40))
+    table = torch.randn(8, 64, generator=source)
+    positions = torch.tensor([1, 5, 7, 0], dtype=torch.int32)
+    k_cache, v_cache = high_pool(96, cache_dtype), high_pool(40, cache_dtype)
+    assert HIGH_SLOTS[-1] * k_cache.stride(0) > 2**31
+    low_k, low_v = torch.zeros(4, 1, 96).to(cache_dtype), torch.zeros(4, 1, 40).to(cache_dtype)
+    op, store = dispatch.overload("apply_rope_store_kv", family), dispatch.overload("store_kv", family)
+    low_slots, high_slots = torch.arange(4, dtype=torch.int32), torch.tensor(HIGH_SLOTS, dtype=torch.int32)
+    op(q.clone(), k.clone(), low_k, low_v, v, positions, table, low_slots, True, 0.5, 2.0)
+    op(far_rows(q), far_rows(k), k_cache, v_cache, far_rows(v), positions, table, high_slots, True, 0.5, 2.0)
+    for low, high in ((low_k, k_cache), (low_v, v_cache)):
+        assert torch.equal(as_bytes(low), as_bytes(high[HIGH_SLOTS[0] : HIGH_SLOTS[-1] + 1][[slot - HIGH_SLOTS[0] for slot in HIGH_SLOTS]]))
+    store(low_k, low_v, k, v, low_slots, 0.5, 2.0)
+    store(k_cache, v_cache, k, v, high_slots, 0.5, 2.0)
+    for low, high in ((low_k, k_cache), (low_v, v_cache)):
+        for row, slot in enumerate(HIGH_SLOTS):
+            assert torch.equal(as_bytes(low[row]), as_bytes(high[slot]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slots_around_the_border_are_moved(family: str, seed: int) -> None:
+    rows = torch.randn(4, 1, 64, generator=generator(seed)).bfloat16()
+    slots, few = torch.tensor(HIGH_SLOTS, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    transfer, copy = dispatch.overload("transfer_kv", family), dispatch.overload("copy_slots", family)
+    cache, back = high_pool(64, torch.bfloat16), torch.zeros_like(rows)
+    transfer(cache, None, rows, None, few, slots)
+    transfer(back, None, cache, None, slots, few)
+    assert torch.equal(back, rows)
+    copy(cache[None], None, slots[2:], slots[:2])  # down across the border
+    transfer(back, None, cache, None, slots, few)
+    assert torch.equal(back, rows[[2, 3, 2, 3]])
+
+    layers = untouched(2**31 + 512, torch.bfloat16).as_strided((3, 4, 1, 64), (2**30, 64, 64, 1))  # the last layer begins at element 2^31
+    layers[:] = rows
+    copy(layers, None, few[:1], few[3:])
+    assert torch.equal(layers[2], rows[[0, 1, 2, 0]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_index_lists_read_and_write_beyond_the_border(family: str) -> None:
+    table = untouched(2**31 + 64, torch.int32).as_strided((3, 40), (2**30 + 8, 1))
+    table[2], table[0] = torch.arange(40).int(), torch.arange(80, 120).int()
+    rows, lens = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([30, 9], dtype=torch.int32)
+    indptr, indices = torch.zeros(3, dtype=torch.int32), torch.zeros(80, dtype=torch.int32)
+    dispatch.overload("window_kv_indices", family)(indptr, indices, table, rows, lens, None, None, 4)
+    assert indptr.tolist() == [0, 5, 10] and indices[:10].tolist() == [*range(25, 30), *range(84, 89)]
+    last = torch.zeros(2, dtype=torch.int32)
+    dispatch.overload("mla_indices", family)(indptr, indices, last, table, rows, lens, 8)
+    assert indptr.tolist() == [0, 4, 6] and indices[:6].tolist() == [0, 1, 2, 3, 10, 11] and last.tolist() == [6, 1]
+    far = untouched(2**31 + 64, torch.int32).as_strided((2, 4), (2**31 + 8, 1))
+    far[1, 2:] = -5
+    dispatch.overload("page_table", family)(far, table, rows, lens, 8)
+    assert far[0].tolist() == [0, 1, 2, 3] and far[1].tolist() == [10, 11, -5, -5]
+    wide = untouched(2**31 + 64, torch.int32).as_strided((3, 45), (2**30 + 8, 1))
+    bounds = untouched(2**31 + 64, torch.int32).as_strided((3, 3), (2**30 + 8, 1))
+    dispatch.overload("draft_kv_indices", family)(bounds, wide, table, rows, lens, None, 3, 1)
+    assert bounds.tolist() == [[0, 31, 41], [0, 32, 43], [0, 33, 45]]
+    assert wide[2].tolist() == [*range(33), *range(80, 92)]

@@ -64,6 +64,55 @@ def table(**changes: Any) -> None:
     gk.kv_indices(**(arguments | changes))
 
 
+def layer(**changes: Any) -> None:
+    gk.layer_norm(**({"x": torch.zeros(ROWS, DIM), "weight": torch.zeros(DIM), "bias": torch.zeros(DIM)} | changes))
+
+
+def swiglu(**changes: Any) -> None:
+    gk.swiglu_oai(**({"x": torch.zeros(ROWS, DIM)} | changes))
+
+
+def rope_store(**changes: Any) -> None:
+    k = torch.zeros(ROWS, KV_HEADS, DIM)
+    arguments = {"q": torch.zeros(ROWS, HEADS, DIM), "k": k, "v": k.clone(), "k_cache": pool(), "v_cache": pool()}
+    gk.apply_rope_store_kv(
+        **(arguments | {"positions": i32(0, 1, 2), "slots": i32(0, 1, 2), "cos_sin_cache": torch.zeros(5, DIM)} | changes)
+    )
+
+
+def move(**changes: Any) -> None:
+    gk.copy_slots(**({"k_cache": pool(), "v_cache": pool(), "src_slots": i32(0, 1), "dst_slots": i32(2, 3)} | changes))
+
+
+def transfer(**changes: Any) -> None:
+    arguments = {"src_k": pool(), "src_v": pool(), "dst_k": pool(slots=5), "dst_v": pool(slots=5), "src_slots": i32(0), "dst_slots": i32(1)}
+    gk.transfer_kv(**(arguments | changes))
+
+
+def pages(**changes: Any) -> None:
+    arguments = {"req_to_token": torch.zeros(4, 9, dtype=torch.int32), "req_slots": i32(0, 1), "seq_lens": i32(2, 3), "page_size": 2}
+    gk.page_table(**(arguments | changes))
+
+
+def drafts(**changes: Any) -> None:
+    arguments = {"req_to_token": torch.zeros(4, 9, dtype=torch.int32), "req_slots": i32(0, 1), "prefix_lens": i32(2, 3)}
+    gk.draft_kv_indices(**(arguments | {"steps": 2, "topk": 3} | changes))
+
+
+def window(**changes: Any) -> None:
+    arguments = {"req_to_token": torch.zeros(4, 9, dtype=torch.int32), "req_slots": i32(0, 1), "seq_lens": i32(2, 3), "window_left": 2}
+    gk.window_kv_indices(**(arguments | changes))
+
+
+def extend_slots(**changes: Any) -> None:
+    arguments = {"prefix_lens": i32(0, 3), "new_lens": i32(2, 4), "last_slots": i32(-1, 6), "free_pages": i32(5, 6), "page_size": 4}
+    gk.alloc_extend(**(arguments | changes))
+
+
+def decode_slots(**changes: Any) -> None:
+    gk.alloc_decode(**({"new_lens": i32(1, 4), "last_slots": i32(-1, 6), "free_pages": i32(5, 6), "page_size": 4} | changes))
+
+
 def merge(**changes: Any) -> None:
     o, lse = torch.zeros(ROWS, HEADS, DIM), torch.zeros(ROWS, HEADS)
     gk.merge_state(**({"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse} | changes))
@@ -77,7 +126,28 @@ def plan(**changes: Any) -> None:
     gk.plan_decode(**({"kv_indptr_host": i32(0, 3), "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_v": 8, "num_workers": 2} | changes))
 
 
-FUNCTIONS = [decode, extend, norm, rope, store, draw, table, merge, linear, plan]
+FUNCTIONS = [
+    decode,
+    extend,
+    norm,
+    rope,
+    store,
+    draw,
+    table,
+    merge,
+    linear,
+    plan,
+    layer,
+    swiglu,
+    rope_store,
+    move,
+    transfer,
+    pages,
+    drafts,
+    window,
+    extend_slots,
+    decode_slots,
+]
 
 BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (norm, {"x": torch.zeros(ROWS, DIM, dtype=torch.float64)}, TypeError, "x has dtype float64, but should be float32, float16"),
@@ -118,6 +188,30 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (plan, {"num_workers": 0}, ValueError, "plan_decode: num_workers is 0, but should be at least 1"),
     (plan, {"kv_indptr_host": i32(3, 0)}, ValueError, "plan_decode: kv_indptr_host is [3, 0], but should be non-decreasing"),
     (plan, {"num_qo_heads": 3}, ValueError, "plan_decode: num_qo_heads is 3, but should be a multiple of num_kv_heads = 2"),
+    (layer, {"bias": torch.zeros(9)}, ValueError, "layer_norm: bias has shape (9,), but should be [H] = (8,)"),
+    (swiglu, {"x": torch.zeros(ROWS, 7)}, ValueError, "swiglu_oai: x has shape (3, 7), but should be of even width [..., 2N]"),
+    (swiglu, {"limit": -1.0}, ValueError, "swiglu_oai: limit is -1.0, but should be at least 0"),
+    (store, {"k_scale": 0.0}, ValueError, "store_kv: k_scale is 0.0, but should be positive and finite"),
+    (store, {"k_cache": pool(dtype=torch.float8_e5m2)}, TypeError, "v_cache has dtype float32, but should be the dtype of k_cache"),
+    (rope_store, {"slots": i32(0)}, ValueError, "apply_rope_store_kv: slots has shape (1,), but should be [T] = (3,)"),
+    (rope_store, {"v_scale": float("nan")}, ValueError, "apply_rope_store_kv: v_scale is nan, but should be positive and finite"),
+    (rope_store, {"cos_sin_cache": torch.zeros(5, 10)}, ValueError, "apply_rope_store_kv: cos_sin_cache has shape (5, 10), but should be"),
+    (move, {"v_cache": pool(slots=9)}, ValueError, "v_cache has shape (9, 2, 8), but should be [10, 2, Dv] like k_cache"),
+    (move, {"dst_slots": i32(1)}, ValueError, "copy_slots: dst_slots has shape (1,), but should be [N] = (2,)"),
+    (move, {"k_cache": torch.zeros(9, 4)}, ValueError, "k_cache has shape (9, 4), but should be [S, Hkv, D] or [L, S, Hkv, D]"),
+    (transfer, {"dst_k": pool(dim=16)}, ValueError, "transfer_kv: dst_k has shape (10, 2, 16), but should be [S2, 2, 8] like src_k"),
+    (transfer, {"dst_v": None}, ValueError, "transfer_kv: dst_v is None, but should be given, since the other side has values"),
+    (transfer, {"src_k": pool(dtype=torch.float16)}, TypeError, "transfer_kv: dst_k has dtype float32, but should be the dtype of src_k"),
+    (pages, {"page_size": 0}, ValueError, "page_table: page_size is 0, but should be at least 1"),
+    (pages, {"out": torch.zeros(1, 3, dtype=torch.int32)}, ValueError, "page_table: out has shape (1, 3), but should be [B, M] = (2, M)"),
+    (drafts, {"steps": 0}, ValueError, "draft_kv_indices: steps is 0, but should be at least 1"),
+    (drafts, {"draft_slots": i32(1)}, ValueError, "draft_slots has shape (1,), but should be contiguous [B, topk, steps] = (2, 3, 2)"),
+    (drafts, {"indptr": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, "(2, 3), but should be [steps, B * topk + 1] = (2, 7)"),
+    (window, {"q_lens": i32(1)}, ValueError, "window_kv_indices: q_lens has shape (1,), but should be [B] = (2,)"),
+    (extend_slots, {"page_size": -4}, ValueError, "alloc_extend: page_size is -4, but should be at least 1"),
+    (extend_slots, {"last_slots": i32(1)}, ValueError, "alloc_extend: last_slots has shape (1,), but should be [B] = (2,)"),
+    (decode_slots, {"free_pages": torch.arange(3)}, TypeError, "alloc_decode: free_pages has dtype int64, but should be int32"),
+    (decode_slots, {"num_pages": i32(1, 2)}, ValueError, "alloc_decode: num_pages has shape (2,), but should be [1] = (1,)"),
 ]  # fmt: skip
 
 

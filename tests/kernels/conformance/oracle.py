@@ -104,7 +104,8 @@ def to_float8(x: NDArray[np.float32], name: str) -> Array:
 
 
 def float32_quotient(x: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
-    return x / np.float32(scale)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x / np.float32(scale)
 
 
 @dataclass
