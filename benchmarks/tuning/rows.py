@@ -40,8 +40,13 @@ def _store_inputs(rows: int, device: str) -> tuple:
 
 
 def _with_options(options: Options, function: Callable[..., None], args: tuple) -> None:
-    with mock.patch.object(option_tables, "row_options", lambda *facts: options):
+    # Set by hand: a patch of unittest.mock takes so long that the device would wait for it.
+    rule = option_tables.row_options
+    option_tables.row_options = lambda *facts: options  # type: ignore[assignment]
+    try:
         function(*args)
+    finally:
+        option_tables.row_options = rule
 
 
 def _sources(options: Options, function: Callable[..., None], make: Make) -> list[tuple[Any, Options]]:
