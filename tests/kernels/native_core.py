@@ -68,6 +68,22 @@ def check_decode_equals_extend(seed: int) -> None:
                 assert torch.equal(lse_decode, lse), f"the LSE of decode differs from extend's: {what}"
 
 
+def check_latent_rows(seed: int) -> None:
+    """A row of latent attention is the same bits as the only one, among several and over an 8-bit cache."""
+    source = torch.Generator().manual_seed(seed)
+    for dtype, cache_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)):
+        cache = torch.randn(600, 576, generator=source).to(cache_dtype)
+        q = torch.randn(5, 48, 576, generator=source).to(dtype)
+        slots = torch.randperm(600, generator=source)[:530].int()
+        attend = functools.partial(gk.mla_decode, kv_cache=cache, sm_scale=192**-0.5)
+        qo_indptr, kv_indptr = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([0, 530], dtype=torch.int32)
+        rows = attend(q[..., :512], q[..., 512:], kv_indptr=kv_indptr, kv_indices=slots, qo_indptr=qo_indptr)
+        lens = torch.arange(526, 531, dtype=torch.int32)
+        indptr = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0).int()])
+        alone = attend(q[..., :512], q[..., 512:], kv_indptr=indptr, kv_indices=torch.cat([slots[:n] for n in lens]))
+        assert torch.equal(alone, rows), f"latent rows of {dtype} over {cache_dtype} depend on their neighbours"
+
+
 def main() -> None:
     seed = int(sys.argv[1])
     if len(sys.argv) > 2:
@@ -81,6 +97,7 @@ def main() -> None:
         run_case(case, dispatch.overload(case.op, "native"), seed, "native")
     check_linear_rows(seed)
     check_decode_equals_extend(seed)
+    check_latent_rows(seed)
     print(f"{state.isa}: {len(cases)} cases")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gristmill_kernels import dispatch
+from gristmill_kernels.attention import plan_decode
 
 WIDTH = 576
 BORDER = 2**31 // WIDTH  # the row that straddles element 2^31
@@ -255,3 +256,92 @@ def test_more_index_lists_read_and_write_beyond_the_border(family: str) -> None:
     dispatch.overload("draft_kv_indices", family)(bounds, wide, table, rows, lens, None, 3, 1)
     assert bounds.tolist() == [[0, 31, 41], [0, 32, 43], [0, 33, 45]]
     assert wide[2].tolist() == [*range(33), *range(80, 92)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "e4m3fn"])
+def test_latent_rows_around_the_border_are_stored_and_attended_like_low_ones(family: str, cache_dtype: torch.dtype, seed: int) -> None:
+    source = generator(seed)
+    rows = torch.randn(4, WIDTH, generator=source).bfloat16()
+    q = torch.randn(4, 3, WIDTH, generator=source).bfloat16()
+
+    def attend(num_slots: int, slots: list[int]) -> list[torch.Tensor]:
+        cache, at = untouched(num_slots * WIDTH, cache_dtype).view(num_slots, WIDTH), torch.tensor(slots, dtype=torch.int32)
+        dispatch.overload("mla_store", family)(cache, rows[:, :512], rows[:, 512:], at, 1.0)
+        results = [cache[at.long()].float()]
+        for qo_indptr, kv_indptr, lists in (
+            (None, torch.arange(5, dtype=torch.int32), at),
+            (torch.tensor([0, 4], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32), at),
+        ):
+            out, lse = torch.full((4, 3, 512), float("nan"), dtype=torch.bfloat16), torch.full((4, 3), float("nan"))
+            args = (qo_indptr, kv_indptr, lists, None, None, WIDTH**-0.5, 1.0)
+            dispatch.overload("mla_decode", family)(out, lse, q[..., :512], q[..., 512:], cache, *args)
+            results += [out, lse]
+        return results
+
+    high, low = attend(BORDER + 8, HIGH_SLOTS), attend(16, [3, 0, 9, 12])
+    assert all(torch.equal(a, b) for a, b in zip(high, low))
+    assert torch.equal(low[0], rows.to(cache_dtype).float())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_8_bit_pool_is_read_around_the_border(family: str, seed: int) -> None:
+    source = generator(seed)
+    k, v = (torch.randn(4, 1, WIDTH, generator=source).to(torch.float8_e5m2) for _ in range(2))
+    q, pointers = torch.randn(4, 3, WIDTH, generator=source), torch.tensor([0, 4], dtype=torch.int32)
+
+    def attend(num_slots: int, slots: list[int]) -> torch.Tensor:
+        at = torch.tensor(slots, dtype=torch.int32)
+        k_cache, v_cache = (untouched(num_slots * WIDTH, k.dtype).view(num_slots, 1, WIDTH) for _ in range(2))
+        k_cache[at.long()], v_cache[at.long()] = k, v
+        out = torch.full((4, 3, WIDTH), float("nan"))
+        args = (pointers, pointers, at, None, None, None, True, WIDTH**-0.5, 0.0, -1, 0.5, 2.0)
+        dispatch.overload("extend_attention", family)(out, None, q, k_cache, v_cache, *args)
+        return out
+
+    assert torch.equal(attend(BORDER + 8, HIGH_SLOTS), attend(16, [3, 0, 9, 12]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contiguous_keys_and_queries_are_read_beyond_the_border(family: str, seed: int) -> None:
+    """Rows of a packed tensor so far apart that token count times stride passes 2^31."""
+    source = generator(seed)
+    q, k, v = (torch.randn(3, heads, 64, generator=source).bfloat16() for heads in (2, 1, 1))
+    pointers = torch.tensor([0, 3], dtype=torch.int32)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        args = (pointers, pointers, None, None, None, True, 0.125, 0.0, -1)
+        dispatch.overload("ragged_attention", family)(out, None, q, k, v, *args)
+        return out
+
+    near = attend(q, k, v, torch.empty_like(q))
+    for far in ((far_rows(q), k, v), (q, far_rows(k), v), (q, k, far_rows(v))):
+        assert torch.equal(attend(*far, torch.empty_like(q)), near)
+    assert torch.equal(attend(q, k, v, far_rows(torch.zeros_like(q))), near)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_far_apart_merge_like_near_ones(family: str, seed: int) -> None:
+    source = generator(seed)
+    o, lse = torch.randn(3, 2, 2, 64, generator=source).bfloat16(), torch.randn(3, 2, 2, generator=source)
+    merge = dispatch.overload("merge_states", family)
+    near, near_lse, far, far_lse = torch.empty_like(o[0]), torch.empty(2, 2), torch.empty_like(o[0]), torch.empty(2, 2)
+    merge(near, near_lse, o, lse)
+    merge(far, far_lse, far_rows(o), lse)
+    assert torch.equal(near, far) and torch.equal(near_lse, far_lse)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family == "native"])
+def test_the_size_of_a_workspace_beyond_the_border_is_computed_in_64_bits(family: str) -> None:
+    """32,700 pieces of 128 heads of 512 values: the refusal of a small workspace names the number of elements."""
+    batch, heads, width = 32_700, 128, 512
+    needed = batch * heads * (width + 2)
+    assert needed > 2**31
+    indptr = torch.arange(batch + 1, dtype=torch.int32)
+    plan = plan_decode(indptr, heads, 1, width, num_workers=2, workspace=untouched(needed, torch.float32))
+    # Rows of no extent: the call is refused before anything is read or written.
+    q, out = torch.zeros(1, heads, 8).expand(batch, -1, -1), torch.zeros(1, heads, width).expand(batch, -1, -1)
+    pool = torch.zeros(1, 1, width)
+    args = (indptr, torch.zeros(batch, dtype=torch.int32), None, plan.schedule, torch.zeros(10), 1.0, 0.0, -1, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match=f"at least {needed} elements, got 10"):
+        dispatch.overload("decode_attention", family)(out, None, q, pool[..., :8], pool, *args)

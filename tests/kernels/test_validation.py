@@ -118,6 +118,30 @@ def merge(**changes: Any) -> None:
     gk.merge_state(**({"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse} | changes))
 
 
+def merge_all(**changes: Any) -> None:
+    gk.merge_states(**({"o": torch.zeros(5, ROWS, HEADS, DIM), "lse": torch.zeros(5, ROWS, HEADS)} | changes))
+
+
+def ragged(**changes: Any) -> None:
+    arguments = {"q": torch.zeros(ROWS, HEADS, DIM), "k": torch.zeros(7, KV_HEADS, DIM), "v": torch.zeros(7, KV_HEADS, 16)}
+    gk.ragged_attention(**(arguments | {"qo_indptr": i32(0, 3), "kv_indptr": i32(0, 7)} | changes))
+
+
+def latent(**changes: Any) -> None:
+    arguments = {"q_nope": torch.zeros(ROWS, HEADS, 16), "q_rope": torch.zeros(ROWS, HEADS, DIM), "kv_cache": torch.zeros(SLOTS, 24)}
+    gk.mla_decode(**(arguments | {"kv_indptr": i32(0, 1, 2, 3), "kv_indices": i32(1, 2, 3), "sm_scale": 0.1} | changes))
+
+
+def store_latent(**changes: Any) -> None:
+    arguments = {
+        "kv_c": torch.zeros(ROWS, 16),
+        "k_rope": torch.zeros(ROWS, DIM),
+        "kv_cache": torch.zeros(SLOTS, 24),
+        "slots": i32(0, -1, 2),
+    }
+    gk.mla_store(**(arguments | changes))
+
+
 def linear(**changes: Any) -> None:
     gk.linear(**({"x": torch.zeros(ROWS, DIM), "packed": gk.pack_linear(torch.zeros(5, DIM))} | changes))
 
@@ -147,6 +171,10 @@ FUNCTIONS = [
     window,
     extend_slots,
     decode_slots,
+    ragged,
+    merge_all,
+    latent,
+    store_latent,
 ]
 
 BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
@@ -178,6 +206,23 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (decode, {"plan": gk.plan_decode(i32(0, 1), 4, 2, 8, num_workers=1)}, ValueError, "plan.num_requests is 1, but should be the batch"),
     (extend, {"custom_mask": torch.ones(9, dtype=torch.bool)}, ValueError, "mask_indptr is None, but should be given"),
     (extend, {"kv_indptr": i32(0, 1, 3)}, ValueError, "kv_indptr has shape (3,), but should be [B + 1] like qo_indptr = (2,)"),
+    (decode, {"k_cache": pool(dtype=torch.float16)}, TypeError, "k_cache has dtype float16, but should be the dtype of q or"),
+    (decode, {"k_cache": pool(dtype=torch.float8_e5m2)}, TypeError, "v_cache has dtype float32, but should be the dtype of k_cache"),
+    (ragged, {"k": torch.zeros(7, KV_HEADS, 9)}, ValueError, "ragged_attention: k has shape (7, 2, 9), but should be [N, Hkv, 8] like q"),
+    (ragged, {"v": torch.zeros(6, KV_HEADS, 8)}, ValueError, "ragged_attention: v has shape (6, 2, 8), but should be [7, 2, Dv] like k"),
+    (ragged, {"k": torch.zeros(7, KV_HEADS, DIM).half()}, TypeError, "ragged_attention: k has dtype float16, but should be the dtype of q"),
+    (ragged, {"kv_indptr": i32(0, 1, 3)}, ValueError, "kv_indptr has shape (3,), but should be [B + 1] like qo_indptr = (2,)"),
+    (ragged, {"mask_indptr": i32(0, 9)}, ValueError, "ragged_attention: custom_mask is None, but should be given"),
+    (merge_all, {"o": torch.zeros(5, ROWS, DIM)}, ValueError, "merge_states: o has shape (5, 3, 8), but should be [N, T, H, D]"),
+    (merge_all, {"lse": torch.zeros(4, ROWS, HEADS)}, ValueError, "merge_states: lse has shape (4, 3, 4), but should be (5, 3, 4)"),
+    (latent, {"kv_cache": torch.zeros(SLOTS, 25)}, ValueError, "mla_decode: kv_cache has shape (10, 25), but should be [S, 24], as"),
+    (latent, {"q_rope": torch.zeros(2, HEADS, DIM)}, ValueError, "q_rope has shape (2, 4, 8), but should be [3, 4, R] like q_nope"),
+    (latent, {"kv_indptr": i32(0, 3)}, ValueError, "mla_decode: kv_indptr has shape (2,), but should be [B + 1] = (4,)"),
+    (latent, {"qo_indptr": i32(0, 3)}, ValueError, "mla_decode: kv_indptr has shape (4,), but should be [B + 1] like qo_indptr = (2,)"),
+    (latent, {"kv_cache": torch.zeros(SLOTS, 24).half()}, TypeError, "kv_cache has dtype float16, but should be the dtype of q_nope or"),
+    (store_latent, {"kv_scale": 0.0}, ValueError, "mla_store: kv_scale is 0.0, but should be positive"),
+    (store_latent, {"k_rope": torch.zeros(2, DIM)}, ValueError, "mla_store: k_rope has shape (2, 8), but should be [3, R] like kv_c"),
+    (store_latent, {"kv_cache": torch.zeros(SLOTS, 16)}, ValueError, "mla_store: kv_cache has shape (10, 16), but should be [S, 24]"),
     (merge, {"lse_b": torch.zeros(HEADS, ROWS)}, ValueError, "merge_state: lse_b has shape (4, 3), but should be [T, H] = (3, 4)"),
     (draw, {"logits": torch.zeros(ROWS, 0)}, ValueError, "sample: logits has shape (3, 0), but should be [B, V] with V >= 1"),
     (draw, {"seeds": i32(0, 0, 0)}, TypeError, "sample: seeds has dtype int32, but should be int64"),
