@@ -1,6 +1,7 @@
 // RMS and layer normalisation on the CPU: sums are taken in double, so the result is within rounding of the exact one
 // at any width.
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 
 #include "common/parallel.h"
@@ -156,12 +157,11 @@ double inverse_deviation_of_row(const T* x, int64_t width, double mean, double e
   for_lanes(
       width, [&](int64_t i) { squares.add(vlow_double(vload(x + i)) - mean, vhigh_double(vload(x + i)) - mean); },
       [&](int64_t i, int64_t n) {
-        // The lanes behind the row deviate by nothing.
-        vd low = {}, high = {};
-        for (int64_t lane = 0; lane < n; ++lane) {
-          const double deviation = static_cast<double>(to_float(x[i + lane])) - mean;
-          (lane < kLanes / 2 ? low : high)[lane % (kLanes / 2)] = deviation;
-        }
+        double deviation[kLanes] = {};  // the lanes behind the row deviate by nothing
+        for (int64_t lane = 0; lane < n; ++lane) deviation[lane] = static_cast<double>(to_float(x[i + lane])) - mean;
+        vd low, high;
+        std::memcpy(&low, deviation, sizeof(low));
+        std::memcpy(&high, deviation + kLanes / 2, sizeof(high));
         squares.add(low, high);
       });
   return squares.inverse_rms(width, eps);
