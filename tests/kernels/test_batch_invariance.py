@@ -136,3 +136,20 @@ def test_norm_rope_and_activation_rows_stand_alone(dtype: torch.dtype, seed: int
         assert torch.equal(gk.silu_and_mul(one)[0], gated[row])
         gk.apply_rope(one, one[:, :0], positions[row : row + 1], table)
         assert torch.equal(one[0], rotated[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_norms_and_gates_stand_alone(dtype: torch.dtype, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(37, 4, 76, generator=source).to(dtype), torch.randn(76, generator=source).to(dtype)
+    ops = {
+        "gemma_rms_norm": lambda rows: gk.gemma_rms_norm(rows, weight),
+        "layer_norm": lambda rows: gk.layer_norm(rows, weight, weight),
+        "gelu_and_mul": gk.gelu_and_mul,
+        "gelu_tanh_and_mul": gk.gelu_tanh_and_mul,
+        "swiglu_oai": gk.swiglu_oai,
+    }
+    for name, op in ops.items():
+        whole = op(x)
+        for row in range(0, 37, 5):
+            assert torch.equal(op(x[row : row + 1])[0], whole[row]), name
