@@ -49,7 +49,7 @@ def decode_split_kernel(
     totals = maxima + max_items.to(tl.int64) * num_heads
     # Scores become powers of 2; a cap needs them in natural units first.
     factor = log2_e if CAP else scale * log2_e
-    for work in tl.range(tl.program_id(0), items * NUM_KV_HEADS, tl.num_programs(0), num_stages=1):
+    for work in tl.range(tl.program_id(0), items * NUM_KV_HEADS, tl.num_programs(0), num_stages=1, disable_licm=True):
         item = work // NUM_KV_HEADS
         head = work % NUM_KV_HEADS
         request = request_of_item(kv_indptr, item, batch, 1, SPLIT)
@@ -77,7 +77,7 @@ def decode_split_kernel(
                 low = tl.maximum(start, first_seen // BLOCK_N * BLOCK_N)
             # The slots of a block are read one block ahead, so that no gather waits for its addresses.
             slots = tl.load(list_at + low + offset, mask=low + offset < stop, other=-1)
-            for block in range(low, stop, BLOCK_N):
+            for block in tl.range(low, stop, BLOCK_N, disable_licm=True):
                 seen = slots >= 0
                 if WINDOW:
                     seen = seen & (block + offset >= first_seen)

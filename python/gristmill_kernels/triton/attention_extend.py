@@ -43,7 +43,7 @@ def _extend_blocks(
     dim, dim_v, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
     if PAGED:
         slots = tl.load(list_at + low + offset, mask=low + offset < end_seen, other=-1)
-    for block in range(low, high, BLOCK_N):
+    for block in tl.range(low, high, BLOCK_N, disable_licm=True):
         key = block + offset
         if PAGED:
             rows = slots.to(tl.int64)

@@ -94,6 +94,8 @@ def decode_config(arch: str, dtype: torch.dtype, cache_dtype: torch.dtype, head_
     block_n = 64
     while block_n > 16 and block_n * row_bytes * (num_stages - amd) > budget:
         block_n //= 2
+    if cache_dtype.itemsize == 1:  # widened in registers
+        block_n = min(block_n, 32)
     wide = max(head_dim, head_dim_v) > 256 or group > 32
     return DecodeConfig(block_n, SPLIT_TOKENS, 64, Options(8 if wide else 4, num_stages))
 
@@ -135,9 +137,9 @@ def mla_config(arch: str, dtype: torch.dtype, cache_dtype: torch.dtype, latent: 
     if dtype.itemsize == 4 or arch == "cpu":
         return MlaConfig(16, 16, 1, SPLIT_TOKENS, 64, Options(4, 1))
     if amd:
-        return MlaConfig(32 if large else 16, 32, 1, 2 * SPLIT_TOKENS, 64, Options(8 if large else 4, 1))
+        return MlaConfig(*((32, 16, 2) if large else (16, 32, 1)), 2 * SPLIT_TOKENS, 64, Options(8 if large else 4, 1))
     if large:
-        return MlaConfig(64, 32, 1, 4 * SPLIT_TOKENS, 64, Options(8, 2))
+        return MlaConfig(128, 32, 2, 4 * SPLIT_TOKENS, 64, Options(8, 2))
     return MlaConfig(16 if num_heads <= 16 else 32, 32, 1, 2 * SPLIT_TOKENS, 64, Options(4 if num_heads <= 16 else 8, 2))
 
 

@@ -72,7 +72,7 @@ def _mla_split_kernel(
     latent, rope, offset = part * PART + tl.arange(0, PART), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
     other = (1 - part) * PART + tl.arange(0, PART)
     factor = scale * log2_e
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1, disable_licm=True):
         request = request_of_item(kv_indptr, item, batch, 1, SPLIT)
         begin = tl.load(kv_indptr + request)
         kv_len = tl.load(kv_indptr + request + 1) - begin
@@ -88,7 +88,7 @@ def _mla_split_kernel(
         tiles = (q_len * NUM_HEADS + BLOCK_M - 1) // BLOCK_M
         if (start < 0) | (start >= kv_len):
             tiles = 0
-        for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=1):
+        for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=1, disable_licm=True):
             row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             token, head = row // NUM_HEADS, row % NUM_HEADS
             valid = token < q_len
@@ -106,7 +106,7 @@ def _mla_split_kernel(
                 total = tl.zeros([BLOCK_M], tl.float32)
                 sums = tl.zeros([BLOCK_M, PART], tl.float32)
                 slots = tl.load(list_at + start + offset, mask=start + offset < stop, other=-1)
-                for block in range(start, stop, BLOCK_N):
+                for block in tl.range(start, stop, BLOCK_N, disable_licm=True):
                     there = slots >= 0
                     rows_at = kv_cache + slots.to(tl.int64)[:, None] * cache_slot
                     kv = tl.load(rows_at + latent[None, :], mask=there[:, None] & (latent[None, :] < LATENT), other=0.0)
