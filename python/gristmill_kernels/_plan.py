@@ -40,12 +40,38 @@ def max_decode_items(max_requests: int, max_kv_tokens: int) -> int:
 
     A list of n entries makes ceil(n / SPLIT_TOKENS) items, so B lists of n entries in all make at most B + n // SPLIT_TOKENS, and no more
     than n.
+
+    Args:
+        max_requests: requests in a batch, padding included.
+        max_kv_tokens: entries of kv_indices.
+
+    Returns:
+        The number of items, to be passed to `plan_decode` as `max_items`.
+
+    Raises:
+        ValueError: a number is negative.
     """
+    for name, value in (("max_requests", max_requests), ("max_kv_tokens", max_kv_tokens)):
+        if value < 0:
+            raise refuse_value("max_decode_items", name, value, "at least 0")
     return min(max_requests + max_kv_tokens // SPLIT_TOKENS, max_kv_tokens)
 
 
 def decode_workspace_size(max_requests: int, max_kv_tokens: int, num_qo_heads: int, head_dim_v: int, max_q_len: int = 1) -> int:
-    """float32 elements of a workspace that suffices for any plan of at most this many requests with at most this many KV entries in all."""
+    """float32 elements of a workspace that suffices for any plan of at most this many requests with at most this many KV entries in all.
+
+    Args:
+        max_requests, max_kv_tokens: as in `max_decode_items`.
+        num_qo_heads: heads of q.
+        head_dim_v: width of a value head (the latent width for `mla_decode`).
+        max_q_len: query rows that a request may have.
+
+    Returns:
+        The number of elements, exact beyond 2^31 too.
+
+    Raises:
+        ValueError: a number is negative.
+    """
     return max_decode_items(max_requests, max_kv_tokens) * max_q_len * num_qo_heads * (head_dim_v + 2)
 
 
