@@ -43,11 +43,22 @@ concept Float8 = requires { T::kTop; };
 
 typedef uint8_t vu8 __attribute__((vector_size(kLanes)));
 
-template <Float8 T>
-inline vf vload(const T* p) {
+// kLanes bytes as 32-bit lanes; GCC 12 converts 8-bit vectors one element at a time.
+inline vu load_bytes(const uint8_t* p) {
+#if defined(GRISTMILL_AVX512)
+  return reinterpret_cast<vu>(_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(GRISTMILL_AVX2)
+  return reinterpret_cast<vu>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
   vu8 bytes;
   std::memcpy(&bytes, p, sizeof(bytes));
-  const vu code = __builtin_convertvector(bytes, vu);
+  return __builtin_convertvector(bytes, vu);
+#endif
+}
+
+template <Float8 T>
+inline vf vload(const T* p) {
+  const vu code = load_bytes(&p->bits);
   const vu x = code & 0x7fu;
   // Below 2^kMantissa the code counts the smallest number there is.
   constexpr float unit = 1.0f / static_cast<float>(int64_t{1} << (T::kBias - 1 + T::kMantissa));
@@ -83,7 +94,11 @@ inline void vstore(T* p, vf v) {
   } else {
     code = v != v ? sign | 0x7fu : code;
   }
+#if defined(GRISTMILL_AVX512)
+  const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(code));
+#else
   const vu8 bytes = __builtin_convertvector(code, vu8);
+#endif
   std::memcpy(p, &bytes, sizeof(bytes));
 }
 
