@@ -14,8 +14,9 @@ namespace {
 // Sum of squares of a row whose vectors load(i) gives; a partial last vector is padded with zeros.
 class SquareSum {
  public:
-  void add(vf v) { add(vlow_double(v), vhigh_double(v)); }
-  void add(vd low, vd high) {
+  void add(vf v) {
+    const vd low = vlow_double(v);
+    const vd high = vhigh_double(v);
     low_ += low * low;
     high_ += high * high;
   }
@@ -138,40 +139,50 @@ void add_and_normalise(const Tensor& x, const Tensor& residual, const Tensor& we
   });
 }
 
-// Sum and squared deviations are two passes over the row: the difference of two sums would lose the variance of a row
-// whose mean is large.
-template <typename T>
-double mean_of_row(const T* x, int64_t width) {
-  vd low = {}, high = {};
-  const auto add = [&](vf v) {
-    low += vlow_double(v);
-    high += vhigh_double(v);
-  };
-  for_lanes(width, [&](int64_t i) { add(vload(x + i)); }, [&](int64_t i, int64_t n) { add(vload_n(x + i, n)); });
-  return vsum(low + high) / static_cast<double>(width);
-}
+struct Moments {
+  double mean;
+  double inverse_deviation;  // 1 / sqrt(variance + eps)
+};
 
+// One pass over deviations from the row's first element x0. A large mean costs nothing: the variance of n numbers is at
+// least (x0 - mean)^2 / n, so their mean square deviation from x0 is at most n + 1 times the variance, and the
+// subtraction below loses no more than log2(n + 1) of double's 53 bits.
 template <typename T>
-double inverse_deviation_of_row(const T* x, int64_t width, double mean, double eps) {
-  SquareSum squares;
+Moments moments_of_row(const T* x, int64_t width, double eps) {
+  if (width == 0) return {0, 0};
+  const double origin = static_cast<double>(to_float(x[0]));
+  vd sum_low = {}, sum_high = {}, square_low = {}, square_high = {};
+  const auto add = [&](vd low, vd high) {
+    sum_low += low;
+    sum_high += high;
+    square_low += low * low;
+    square_high += high * high;
+  };
   for_lanes(
-      width, [&](int64_t i) { squares.add(vlow_double(vload(x + i)) - mean, vhigh_double(vload(x + i)) - mean); },
+      width,
+      [&](int64_t i) {
+        const vf v = vload(x + i);
+        add(vlow_double(v) - origin, vhigh_double(v) - origin);
+      },
       [&](int64_t i, int64_t n) {
         double deviation[kLanes] = {};  // the lanes behind the row deviate by nothing
-        for (int64_t lane = 0; lane < n; ++lane) deviation[lane] = static_cast<double>(to_float(x[i + lane])) - mean;
+        for (int64_t lane = 0; lane < n; ++lane) deviation[lane] = static_cast<double>(to_float(x[i + lane])) - origin;
         vd low, high;
         std::memcpy(&low, deviation, sizeof(low));
         std::memcpy(&high, deviation + kLanes / 2, sizeof(high));
-        squares.add(low, high);
+        add(low, high);
       });
-  return squares.inverse_rms(width, eps);
+  const double count = static_cast<double>(width);
+  const double shift = vsum(sum_low + sum_high) / count;
+  const double variance = vsum(square_low + square_high) / count - shift * shift;
+  return {origin + shift, 1.0 / std::sqrt((variance < 0 ? 0 : variance) + eps)};
 }
 
 // weight and bias may be null. The mean comes in two floats, since x - mean may be far smaller than either.
 template <typename T>
 void layer_norm_row(T* out, const T* x, const T* weight, const T* bias, int64_t width, double eps) {
-  const double mean = mean_of_row(x, width);
-  const float scale = static_cast<float>(inverse_deviation_of_row(x, width, mean, eps));
+  const auto [mean, inverse_deviation] = moments_of_row(x, width, eps);
+  const float scale = static_cast<float>(inverse_deviation);
   const float mean_high = static_cast<float>(mean);
   const float mean_low = static_cast<float>(mean - mean_high);
   const auto normal = [&](vf v, vf w, vf b) { return vfma((v - mean_high - mean_low) * scale, w, b); };

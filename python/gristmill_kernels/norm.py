@@ -133,7 +133,7 @@ def layer_norm(
         out: [..., H], dtype of x; may be x. Allocated when None.
 
     Returns:
-        `out`. The variance is that of the deviations from the mean, not a difference of two sums; the result is rounded once.
+        `out`. A large mean costs the variance no digits that float32 has; the result is rounded once.
 
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
