@@ -3,7 +3,7 @@ then a merge of the splits. Rows of K and V are gathered one slot at a time thro
 
 Promise: lists are cut at multiples of the table's `split_tokens`, counted from the start of a request's list, blocks at multiples of
 `block_n`, and splits are merged in order, so a row is the same bit for bit whatever its neighbours, the plan or the number of programs.
-Two architectures, or two tables, may differ in the last bits.
+Two architectures, or two tables, may differ in the last bits, and so may the same row computed by extend_attention.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., Flash-Decoding (2023).
 """
