@@ -129,6 +129,36 @@ def test_more_requests_than_a_program_adds_up_at_once() -> None:
     assert torch.equal(out, expected_slots) and torch.equal(count, expected_count)
 
 
+def test_lists_that_take_several_rounds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Eleven requests added up four at a time, lists copied eight entries at a time by more and by fewer programs than they need."""
+    from gristmill_kernels.triton import indices, launch
+
+    monkeypatch.setattr(indices, "_BATCH_BLOCK", 4)
+    monkeypatch.setattr(indices, "_CHUNK", 8)
+    monkeypatch.setattr(launch, "_CPU", launch.Facts("cpu", 3, 1))
+    source = torch.Generator().manual_seed(seed)
+    table = torch.randint(0, 90, (12, 60), generator=source).int()
+    rows, lens = torch.randperm(12, generator=source)[:11].int(), torch.randint(0, 40, (11,), generator=source).int()
+    ones, free = torch.ones_like(lens), torch.randperm(200, generator=source).int()
+    slots = torch.arange(int(lens.sum()), dtype=torch.int32)
+    calls = {
+        "kv_indices": ([12, int(lens.sum())], (table, rows, lens, None)),
+        "window_kv_indices": ([12, int(lens.sum())], (table, rows, lens, ones, torch.arange(90).int().flip(0), 17)),
+        "mla_indices": ([12, int(lens.sum()), 11], (table, rows, lens, 3)),
+        "qo_indptr": ([12], (lens,)),
+        "write_req_to_token": ([(12, 60)], (rows, ones, lens, slots)),
+        "draft_kv_indices": ([(3, 23), (3, 2 * int(lens.sum()) + 66)], (table, rows, lens, None, 3, 2)),
+        "alloc_extend": ([int((40 - lens).sum()), 1], (lens, 40 * ones, lens + 100, free, 3)),
+        "alloc_decode": ([11, 1], (lens, lens + 100, free, 3)),
+    }
+    for name, (shapes, args) in calls.items():
+        mine, theirs = ([torch.full(shape if isinstance(shape, tuple) else (shape,), -5).int() for shape in shapes] for _ in range(2))
+        by_triton(name, *mine, *args)
+        by_reference(name, *theirs, *args)
+        for got, expected in zip(mine, theirs):
+            assert torch.equal(got, expected), name
+
+
 def guarded(size: int, value: int = -5) -> tuple[torch.Tensor, torch.Tensor]:
     """A list of `size` entries within a longer one, all of them `value`; returns (list, whole)."""
     whole = torch.full((size + 32,), value, dtype=torch.int32)
