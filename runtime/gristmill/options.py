@@ -153,7 +153,7 @@ def _check_kv_events(endpoint: str, radix_cache: bool) -> None:
     """The stream tells what prompts were like, so only sockets that file permissions protect are taken."""
     if not endpoint:
         return
-    if not re.fullmatch(r"ipc://[^@].*", endpoint):
+    if not re.fullmatch(r"ipc://[^@*].*", endpoint):
         raise OptionError(
             f"{flag('kv_events')} must be ipc:// and a path, which file permissions protect, not {endpoint!r}: "
             "a socket that others can reach would have to be authenticated"

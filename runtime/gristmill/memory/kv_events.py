@@ -22,6 +22,7 @@ import zmq
 from gristmill.errors import GristmillError
 
 TOPIC = b"kv-events"
+QUEUE_BATCHES = 256  # batches that wait for one reader; what it loses beyond that it asks for again
 RING_BATCHES = 10_000  # batches that can be replayed,
 RING_BYTES = 64 << 20  # as far as they are no larger than this together
 REPLAY_BATCHES_PER_TURN = 256  # so that a long replay does not hold up a step
@@ -116,7 +117,7 @@ class KvEventPublisher:
         endpoint: str,
         page_size: int,
         *,
-        queue_batches: int = RING_BATCHES,
+        queue_batches: int = QUEUE_BATCHES,
         ring_batches: int = RING_BATCHES,
         ring_bytes: int = RING_BYTES,
         clock: Callable[[], float] = time.time,
