@@ -46,12 +46,24 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_PLATFORMS = {"cpu": "CPU", "cuda": "NVIDIA and AMD GPUs", "mps": "Apple GPUs"}
+
+
+def format_platforms(report: dict[str, Any]) -> str:
+    """Which implementations there are per op and platform, as a Markdown table: what docs/kernels-table.md holds."""
+    lines = ["| op | " + " | ".join(_PLATFORMS.values()) + " |", "|---" * (1 + len(_PLATFORMS)) + "|"]
+    for name, by_device in report["families"].items():
+        lines.append(f"| `{name}` | " + " | ".join(", ".join(by_device[device]) for device in _PLATFORMS) + " |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m gristmill_kernels", description="What gristmill_kernels can do on this machine, and why."
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--platforms", action="store_true", help="print which implementations there are per op and platform, as Markdown")
     parser.add_argument("--version", action="version", version=f"gristmill_kernels {__version__}")
     options = parser.parse_args(arguments)
     try:
@@ -64,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gristmill_kernels: {error}", file=sys.stderr)
         return 1
     try:
-        print(json.dumps(report, indent=2) if options.json else format_report(report), flush=True)
+        form = format_platforms if options.platforms else format_report
+        print(json.dumps(report, indent=2) if options.json else form(report), flush=True)
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:

@@ -71,8 +71,9 @@ def capabilities() -> dict[str, Any]:
 
     Returns:
         A dict with `version`, `torch`, `python`, `platform` (the variant built), `build`, `cpu_features`, `native` (ISA level and library,
-        or the reason there is none), `devices`, `environment` (the variables that are set) and `ops`: op name -> device -> one entry per
-        dtype with `implementation` and `why`.
+        or the reason there is none), `devices`, `environment` (the variables that are set), `ops`: op name -> device -> one entry per
+        dtype with `implementation` and `why`, and `families`: op name -> device type -> implementations that exist for it, best first,
+        whether or not this machine has the device.
 
     Raises:
         ValueError: an environment variable of the package has a value that it cannot have.
@@ -98,4 +99,5 @@ def capabilities() -> dict[str, Any]:
         "devices": devices,
         "environment": {name: os.environ[name] for name in variables if os.environ.get(name)},
         "ops": {name: {device: _op_report(name, device) for device in devices} for name in OPS},
+        "families": {name: {device: list(dispatch.families_of(name, device)) for device in dispatch.PREFERENCE} for name in OPS},
     }

@@ -14,6 +14,7 @@ import pytest
 
 import gristmill_kernels
 from gristmill_kernels import dispatch, loader
+from gristmill_kernels.__main__ import format_platforms
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -37,6 +38,12 @@ def test_the_page_names_every_function_and_variable() -> None:
     functions = [name for name in gristmill_kernels.__all__ if name not in ("DecodePlan", "PackedLinear", "packed_weight_size")]
     for name in [*variables, *functions, *loader.ISA_NAMES]:
         assert name in PAGE, f"docs/kernels.md does not mention {name}"
+
+
+def test_the_table_of_platforms_is_what_the_registry_says() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "kernels-table.md").read_text()
+    want = format_platforms(gristmill_kernels.capabilities())
+    assert want in table, "python -m gristmill_kernels --platforms prints what belongs into docs/kernels-table.md"
 
 
 @pytest.mark.parametrize("name", [name for name in gristmill_kernels.__all__ if name[0].islower()])
