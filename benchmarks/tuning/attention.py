@@ -160,7 +160,7 @@ def _decode_candidate(config: attention_tables.DecodeConfig) -> Candidate:
 
 def _extend_candidate(config: attention_tables.ExtendConfig, paged: bool) -> Candidate:
     def sources() -> list[tuple[Any, Any]]:
-        constants = attention_extend.extend_constants(DIM, DIM, HEADS, KV_HEADS, config, True, False, False)
+        constants = attention_extend.extend_constants(DIM, DIM, HEADS, KV_HEADS, config, True, False, False, BF16)
         types = (BF16, None, BF16, BF16, BF16, INT, INT, INT if paged else None, None, None, None)
         return [(attention_extend._extend.source(types, True, 16, constants), config.options)]
 

@@ -283,6 +283,8 @@ def _float8_settings(q_lens: tuple[int, ...] | None) -> list[Setting]:
     ]
     return settings + [
         Setting((33, 2), q_lens, (6, 2), (72, 24), torch.bfloat16, cache_dtype=FLOAT8[0], k_scale=0.5),
+        Setting((33, 2), q_lens, (6, 2), (64, 32), torch.bfloat16, cache_dtype=FLOAT8[1]),  # narrow values
+        Setting((70, 5), q_lens, (4, 2), (64, 16), torch.float16, cache_dtype=FLOAT8[0]),
         Setting((19, 270), q_lens, (16, 1), (576, 512), torch.bfloat16, cache_dtype=FLOAT8[0], holes=True),
         Setting(
             (40, 280), q_lens, (8, 8), (96, 96), torch.float32, cache_dtype=FLOAT8[2], holes=True, window_left=9, sinks=True, logit_cap=4.0
