@@ -283,7 +283,7 @@ def main() -> None:
                 print(show(record), flush=True)
                 torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"gpu_kernels_{result['date']}.json"
+    path = args.out / f"gpu_kernels-{result['date']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
 
