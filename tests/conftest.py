@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # before torch is loaded: threads that spin while they wait make tests on a shared machine ten times slower
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
+# A shell starts what runs in the background with Ctrl-C ignored, and children inherit that: the servers of the tests must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:

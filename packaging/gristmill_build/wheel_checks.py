@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "gristmill_kernels/"
-CONTENT = re.compile(r"gristmill_kernels/(?:[a-z0-9_]+/)*(?:[A-Za-z0-9_]+\.pyi?|py\.typed)")
+CONTENT = re.compile(r"gristmill_kernels/(?:[a-z0-9_]+/)*(?:[A-Za-z0-9_]+\.pyi?|py\.typed|tuned\.json)")
 HOST = re.compile(r"gristmill_kernels/_host\.(?:cpython-3\d+|abi3)[\w-]*\.so")
 OP_LIBRARY = re.compile(r"gristmill_kernels/_native/libgristmill_[a-z]+_([a-z0-9]+)\.so")
 SYSTEM_LIBRARIES = re.compile(r"lib(?:c|m|dl|pthread|rt|gcc_s)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+")
