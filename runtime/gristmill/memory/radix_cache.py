@@ -67,8 +67,6 @@ def native_tree(config: TreeConfig) -> Tree:
     """The C++ tree; imported here so that tests of everything else need no built kernels."""
     from gristmill_kernels._host import RadixTree
 
-    if config == TreeConfig(config.page_size):
-        return RadixTree(config.page_size)
     return RadixTree(config.page_size, config.eviction, config.window, config.events)
 
 
