@@ -12,6 +12,7 @@
 
 #include "attention/problem.h"
 #include "attention/transpose.h"
+#include "common/float8.h"
 #include "common/scratch.h"
 #include "common/vec_math.h"
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/float8.h"
 #include "common/vec.h"
 
 namespace gristmill {

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "common/dtypes.h"
-#include "common/float8.h"
+#include "common/float8_format.h"
 
 namespace gristmill {
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/check.h"
+#include "common/float8.h"
 #include "common/vec.h"
 
 namespace gristmill {

@@ -1,0 +1,76 @@
+// The host side of a .cu file: where a kernel runs and how it is launched.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+#include "common/check.h"
+#include "common/gpu.h"
+
+#if !defined(GRISTMILL_SIMT)
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#endif
+
+// Under which namespace and dispatch key a .cu file registers its ops:
+//   STABLE_TORCH_LIBRARY_IMPL(GRISTMILL_GPU_NAMESPACE, GRISTMILL_GPU_KEY, m) { m.impl("op",
+//   TORCH_BOX(&gristmill::gpu::op)); }
+#define GRISTMILL_GPU_NAMESPACE gristmill_native
+#if defined(GRISTMILL_SIMT)
+#define GRISTMILL_GPU_KEY CPU
+#else
+#define GRISTMILL_GPU_KEY CUDA
+#endif
+
+namespace gristmill::gpu {
+
+// A launch on the current stream of a tensor's device. Grids with a dimension of 0 launch nothing.
+//   const Launch launch(x);
+//   launch(kernel<T>, dim3(rows), dim3(256), shared_bytes, arguments...);
+class Launch {
+ public:
+  explicit Launch(const Tensor& on);
+
+  template <typename... Parameters, typename... Arguments>
+  void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                  Arguments&&... arguments) const {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+#if defined(GRISTMILL_SIMT)
+    simt::launch(grid, block, shared_bytes, [&] { kernel(static_cast<Parameters>(arguments)...); });
+#else
+    if (shared_bytes > 48 * 1024) {
+      STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+    }
+    kernel<<<grid, block, shared_bytes, stream_> > >(static_cast<Parameters>(arguments)...);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+#endif
+  }
+
+  // Multiprocessors of the device.
+  int processors() const { return processors_; }
+
+ private:
+  int processors_;
+#if !defined(GRISTMILL_SIMT)
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+#endif
+};
+
+#if defined(GRISTMILL_SIMT)
+inline Launch::Launch(const Tensor&) : processors_(4) {}
+#else
+// Asked of the driver once per device.
+int processors_of(int device);
+
+inline Launch::Launch(const Tensor& on)
+    : processors_(processors_of(on.get_device_index())), guard_(on.get_device_index()) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  stream_ = static_cast<cudaStream_t>(stream);
+}
+#endif
+
+}  // namespace gristmill::gpu

@@ -1,0 +1,50 @@
+"""Which calls the native GPU kernels (csrc/**/*.cu) take: one predicate per op, giving None or the reason it cannot. The kernels register
+themselves when loader.py opens their library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gristmill_kernels.checks import FLOAT8_DTYPES, FLOAT_DTYPES, name_of
+from gristmill_kernels.schema import RopeStoreKey, StoreKey
+
+
+def _any_key(key: Any) -> str | None:
+    return None
+
+
+def _float_key(key: Any) -> str | None:
+    return None if key.dtype in FLOAT_DTYPES else f"dtype {name_of(key.dtype)} is not float32, float16 or bfloat16"
+
+
+def _store(key: StoreKey | RopeStoreKey) -> str | None:
+    return _cache(key.dtype, key.cache_dtype)
+
+
+def _cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    if dtype not in FLOAT_DTYPES:
+        return f"dtype {name_of(dtype)} is not float32, float16 or bfloat16"
+    if cache_dtype is not dtype and cache_dtype not in FLOAT8_DTYPES:
+        return f"the cache is {name_of(cache_dtype)}, neither {name_of(dtype)} like the rows nor an 8-bit float"
+    return None
+
+
+# rows: norm, rope, activation, kvcache
+ROWS: dict[str, Callable[[Any], str | None]] = {}
+
+# indices and routing
+INDICES: dict[str, Callable[[Any], str | None]] = {}
+
+# sampling and quantisation
+LOGITS: dict[str, Callable[[Any], str | None]] = {}
+
+# attention
+ATTENTION: dict[str, Callable[[Any], str | None]] = {}
+
+# skinny linear layers
+LINEAR: dict[str, Callable[[Any], str | None]] = {}
+
+PREDICATES = {**ROWS, **INDICES, **LOGITS, **ATTENTION, **LINEAR}
