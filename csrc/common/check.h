@@ -13,6 +13,7 @@
 
 #include "common/dtypes.h"
 #include "common/float8_format.h"
+#include "common/target.h"
 
 namespace gristmill {
 
@@ -144,10 +145,17 @@ class Rows {
     }
   }
 
-  int64_t count() const { return count_; }
-  int64_t width() const { return width_; }
+  GRISTMILL_HOST_DEVICE int64_t count() const { return count_; }
+  GRISTMILL_HOST_DEVICE int64_t width() const { return width_; }
 
-  int64_t offset(int64_t row) const {
+  // Whether every row of T begins at a multiple of 16 bytes.
+  bool begins_aligned(const Tensor& t, int64_t element_bytes) const {
+    bool even = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+    for (int d = 0; d < dims_; ++d) even = even && stride_[d] * element_bytes % 16 == 0;
+    return even;
+  }
+
+  GRISTMILL_HOST_DEVICE int64_t offset(int64_t row) const {
     if (dims_ == 1) return row * stride_[0];
     int64_t offset = 0;
     for (int d = dims_ - 1; d >= 0; --d) {

@@ -43,7 +43,9 @@ class Launch {
       STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
     }
-    kernel<<<grid, block, shared_bytes, stream_> > >(static_cast<Parameters>(arguments)...);
+    // clang-format off
+    kernel<<<grid, block, shared_bytes, stream_>>>(static_cast<Parameters>(arguments)...);
+    // clang-format on
     STD_CUDA_KERNEL_LAUNCH_CHECK();
 #endif
   }

@@ -1,5 +1,5 @@
-"""Which calls the native C++ kernels take: one predicate per op, giving None or the reason it cannot. The kernels register themselves
-when loader.py opens their library."""
+"""Which calls the native C++ kernels take on the CPU: one predicate per op, giving None or the reason it cannot; native_cuda.py has those for
+GPUs. The kernels register themselves when loader.py or loader_gpu.py opens their library."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from gristmill_kernels import dispatch, loader
+from gristmill_kernels import dispatch, loader, loader_gpu, native_cuda
 from gristmill_kernels.checks import FLOAT8_DTYPES, FLOAT_DTYPES, name_of
 from gristmill_kernels.schema import AttentionKey, LinearKey, MlaKey, RopeKey, RopeStoreKey, StoreKey
 
 MAX_HEAD_DIM = 576
+Predicate = Callable[[Any], "str | None"]
 
 
 def packed_weight_numel(n: int, k: int, dtype: torch.dtype) -> int:
@@ -64,7 +65,7 @@ def _linear(key: LinearKey) -> str | None:
     return _float_key(key)
 
 
-PREDICATES: dict[str, Callable[[Any], str | None]] = {
+PREDICATES: dict[str, Predicate] = {
     "rms_norm": _float_key,
     "fused_add_rms_norm": _float_key,
     "gemma_rms_norm": _float_key,
@@ -105,21 +106,35 @@ PREDICATES: dict[str, Callable[[Any], str | None]] = {
 }
 
 
-def _when_loaded(name: str, predicate: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+def _on_cpu(name: str, predicate: Predicate, key: Any) -> str | None:
+    return loader.native_library().reason or _missing(name, "CPU") or predicate(key)
+
+
+def _on_gpu(name: str, predicate: Predicate, key: Any) -> str | None:
+    return loader_gpu.gpu_library().reason or _missing(name, "CUDA") or predicate(key)
+
+
+def _missing(name: str, dispatch_key: str) -> str | None:
+    """A library built before an op was added opens all the same."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{dispatch.NAMESPACE}_native::{name}", dispatch_key):
+        return None
+    return f"the native {'GPU ' if dispatch_key == 'CUDA' else ''}library was built without {name}; build it again"
+
+
+def _supports(name: str) -> Predicate:
+    """Asks the predicate of the key's device type, once the library for it is open."""
+    by_device = {"cpu": (_on_cpu, PREDICATES.get(name)), "cuda": (_on_gpu, native_cuda.PREDICATES.get(name))}
+
     def supports(key: Any) -> str | None:
-        return loader.native_library().reason or _missing(name) or predicate(key)
+        ask, predicate = by_device[key.device]
+        assert predicate is not None, f"{name} is not offered for {key.device}"
+        return ask(name, predicate, key)
 
     return supports
 
 
-def _missing(name: str) -> str | None:
-    """A library built before an op was added opens all the same."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{dispatch.NAMESPACE}_native::{name}", "CPU"):
-        return None
-    return f"the native library was built without {name}; build it again"
-
-
 def register() -> None:
-    """Offer every native op on the CPU; the library is opened when the first of them is asked for."""
-    for name, predicate in PREDICATES.items():
-        dispatch.implement(name, "native", _when_loaded(name, predicate), devices=("cpu",))
+    """Offer every native op on the devices it was written for; a library is opened when the first of its ops is asked for."""
+    for name in {**PREDICATES, **native_cuda.PREDICATES}:
+        devices = tuple(device for device, table in (("cpu", PREDICATES), ("cuda", native_cuda.PREDICATES)) if name in table)
+        dispatch.implement(name, "native", _supports(name), devices=devices)

@@ -1,5 +1,5 @@
 """Which calls the native GPU kernels (csrc/**/*.cu) take: one predicate per op, giving None or the reason it cannot. The kernels register
-themselves when loader.py opens their library."""
+themselves when loader_gpu.py opens their library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ def _cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
 
 
 # rows: norm, rope, activation, kvcache
-ROWS: dict[str, Callable[[Any], str | None]] = {}
+ROWS: dict[str, Callable[[Any], str | None]] = {
+    "rms_norm": _float_key,
+    "fused_add_rms_norm": _float_key,
+    "gemma_rms_norm": _float_key,
+    "gemma_fused_add_rms_norm": _float_key,
+    "layer_norm": _float_key,
+}
 
 # indices and routing
 INDICES: dict[str, Callable[[Any], str | None]] = {}

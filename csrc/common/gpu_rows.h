@@ -1,0 +1,65 @@
+// Rows on a GPU: the elements of one as packs of 16 bytes, whether or not it begins at a multiple of 16, and what its
+// threads add up. Which thread has which elements, and in which order sums are taken, depends on the width alone.
+#pragma once
+
+#include <cstdint>
+
+#include "common/gpu.h"
+
+namespace gristmill::gpu {
+
+template <typename T>
+inline constexpr int kPackElements = 16 / static_cast<int>(sizeof(T));
+
+// Elements [first, first + N) of a row; zeros from `width` on.
+template <int N, typename T>
+__device__ inline Pack<T, N> load_elements(const T* row, int64_t first, int64_t width, bool aligned) {
+  if (aligned && first + N <= width) return load_pack<N>(row + first);
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack[i] = first + i < width ? row[first + i] : T{};
+  return pack;
+}
+
+template <int N, typename T>
+__device__ inline void store_elements(T* row, int64_t first, int64_t width, bool aligned, const Pack<T, N>& pack) {
+  if (aligned && first + N <= width) return store_pack<N>(row + first, pack);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (first + i < width) row[first + i] = pack[i];
+  }
+}
+
+// The same sum in every lane; lanes are added pairwise, near ones first.
+template <typename A>
+__device__ inline A warp_sum(A value) {
+#pragma unroll
+  for (int mask = 1; mask < kWarp; mask *= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+
+template <typename A>
+__device__ inline A warp_max(A value) {
+#pragma unroll
+  for (int mask = 1; mask < kWarp; mask *= 2) {
+    const A other = shuffle_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// The same sum in every thread of the block, whose size is a multiple of kWarp. `scratch` holds one element per warp,
+// and is in use until the block's next barrier.
+template <typename A>
+__device__ inline A block_sum(A value, A* scratch) {
+  value = warp_sum(value);
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  if (warps <= 1) return value;
+  if (lane_index() == 0) scratch[warp_index()] = value;
+  sync_block();
+  value = scratch[0];
+  for (int w = 1; w < warps; ++w) value += scratch[w];
+  return value;
+}
+
+}  // namespace gristmill::gpu
