@@ -26,7 +26,7 @@ def build_directory(platform: str) -> Path:
 def build_in_place(platform: str) -> None:
     """Configures when needed, compiles what changed (ninja), and puts the results where `import gristmill_kernels` looks.
 
-    The environment variable GRISTMILL_ISAS limits the levels.
+    The environment variables GRISTMILL_ISAS and GRISTMILL_CUDA_ARCHS limit what is compiled.
     """
     with exclusive(build_directory(platform)) as build:
         compile_and_install(build, platform)
@@ -43,8 +43,11 @@ def exclusive(build: Path) -> Iterator[Path]:
 
 def compile_and_install(build: Path, platform: str) -> None:
     isas = os.environ.get("GRISTMILL_ISAS", "")
+    archs = os.environ.get("GRISTMILL_CUDA_ARCHS", "") if platform == "cuda" else ""
     environment = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1), **os.environ}
     definitions = {"GRISTMILL_PLATFORM": platform, "GRISTMILL_ISAS": isas, "Python_EXECUTABLE": sys.executable}
+    if archs:
+        definitions["GRISTMILL_CUDA_ARCHS"] = archs
     wanted = "\n".join(f"{name}={value}" for name, value in definitions.items())
     stamp = build / "configured.txt"
     if not (build / "build.ninja").exists() or not stamp.exists() or stamp.read_text() != wanted:
