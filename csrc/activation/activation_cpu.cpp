@@ -125,21 +125,15 @@ void swiglu_oai_row(T* out, const T* x, int64_t width, float alpha, float limit)
 // row(result, in, width) for every row of x.
 template <typename F>
 void for_gated_rows(const Tensor& out, const Tensor& x, const char* op, const F& row_function) {
-  const Rows x_rows(x, op, "x");
-  const Rows out_rows(out, op, "out");
-  const int64_t width = out_rows.width();
-  STD_TORCH_CHECK(x_rows.width() == 2 * width, op, ": x must be twice as wide as out (", 2 * width, "), got ",
-                  x_rows.width());
-  STD_TORCH_CHECK(x_rows.count() == out_rows.count(), op, ": out must have as many rows as x (", x_rows.count(),
-                  "), got ", out_rows.count());
-  check_dtype(out, x.scalar_type(), op, "out");
+  const GatedRows rows(out, x, op);
+  const int64_t width = rows.out.width();
   dispatch_float(x.scalar_type(), op, "x", [&](auto tag) {
     using T = decltype(tag);
     const T* in = data<T>(x);
     T* result = mutable_data<T>(out);
-    parallel_ranges(x_rows.count(), width * 8, [&](int64_t begin, int64_t end) {
+    parallel_ranges(rows.x.count(), width * 8, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
-        row_function(result + out_rows.offset(row), in + x_rows.offset(row), width);
+        row_function(result + rows.out.offset(row), in + rows.x.offset(row), width);
     });
   });
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention/attention.h"
+#include "attention/merge_checks.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/vec.h"
@@ -78,29 +79,12 @@ void merge_rows(T* out, const T* states, int64_t stride, const float* weights, i
       });
 }
 
-void check_lse(const Tensor& lse, const Tensor& o, const char* op, const char* name) {
-  check_dim(lse, 2, op, name);
-  check_dtype(lse, ScalarType::Float, op, name);
-  check_size(lse, 0, o.size(0), op, name);
-  check_size(lse, 1, o.size(1), op, name);
-}
-
 }  // namespace
 
 void merge_state(const Tensor& out, const Tensor& out_lse, const Tensor& o_a, const Tensor& lse_a, const Tensor& o_b,
                  const Tensor& lse_b) {
   constexpr const char* op = "merge_state";
-  check_dim(o_a, 3, op, "o_a");
-  check_same_shape(o_b, o_a, op, "o_b", "o_a");
-  check_same_shape(out, o_a, op, "out", "o_a");
-  check_dtype(o_b, o_a.scalar_type(), op, "o_b");
-  check_dtype(out, o_a.scalar_type(), op, "out");
-  check_inner(o_a, op, "o_a");
-  check_inner(o_b, op, "o_b");
-  check_inner(out, op, "out");
-  check_lse(lse_a, o_a, op, "lse_a");
-  check_lse(lse_b, o_a, op, "lse_b");
-  check_lse(out_lse, o_a, op, "out_lse");
+  check_merge_state(out, out_lse, o_a, lse_a, o_b, lse_b, op);
   const int64_t rows = o_a.size(0), heads = o_a.size(1), width = o_a.size(2);
   const auto at = [](const Tensor& t, int64_t row, int64_t head) { return row * t.stride(0) + head * t.stride(1); };
   dispatch_float(o_a.scalar_type(), op, "o_a", [&](auto tag) {
@@ -120,16 +104,7 @@ void merge_state(const Tensor& out, const Tensor& out_lse, const Tensor& o_a, co
 
 void merge_states(const Tensor& out, const Tensor& out_lse, const Tensor& o, const Tensor& lse) {
   constexpr const char* op = "merge_states";
-  check_dim(o, 4, op, "o");
-  check_dim(out, 3, op, "out");
-  for (int64_t d = 0; d < 3; ++d) check_size(out, d, o.size(d + 1), op, "out");
-  check_dtype(out, o.scalar_type(), op, "out");
-  check_inner(o, op, "o");
-  check_inner(out, op, "out");
-  check_lse(out_lse, out, op, "out_lse");
-  check_dim(lse, 3, op, "lse");
-  check_dtype(lse, ScalarType::Float, op, "lse");
-  for (int64_t d = 0; d < 3; ++d) check_size(lse, d, o.size(d), op, "lse");
+  check_merge_states(out, out_lse, o, lse, op);
   const int64_t states = o.size(0), rows = o.size(1), heads = o.size(2), width = o.size(3);
   dispatch_float(o.scalar_type(), op, "o", [&](auto tag) {
     using T = decltype(tag);

@@ -19,12 +19,10 @@ struct ByteCache {
   int64_t heads, row_bytes, slot_stride, head_stride;
 };
 
-void check_lists(const Tensor& src_slots, const Tensor& dst_slots, int64_t src_pool, int64_t dst_pool, const char* op) {
-  check_vector(src_slots, ScalarType::Int, -1, op, "src_slots");
-  const int64_t pairs = src_slots.size(0);
-  check_vector(dst_slots, ScalarType::Int, pairs, op, "dst_slots");
-  check_slots(data<int32_t>(src_slots), pairs, src_pool, op, "src_slots");
-  check_slots(data<int32_t>(dst_slots), pairs, dst_pool, op, "dst_slots");
+void check_entries(const Tensor& src_slots, const Tensor& dst_slots, int64_t src_pool, int64_t dst_pool,
+                   const char* op) {
+  check_slots(data<int32_t>(src_slots), src_slots.size(0), src_pool, op, "src_slots");
+  check_slots(data<int32_t>(dst_slots), dst_slots.size(0), dst_pool, op, "dst_slots");
 }
 
 void copy_pool_slots(const Tensor& cache, const int32_t* source, const int32_t* target, int64_t pairs) {
@@ -40,17 +38,6 @@ void copy_pool_slots(const Tensor& cache, const int32_t* source, const int32_t* 
                   static_cast<size_t>(shape.row_bytes));
     }
   });
-}
-
-void check_transfer_pair(const Tensor& dst, const Tensor& src, const char* op, const char* dst_name,
-                         const char* src_name) {
-  check_dim(dst, 3, op, dst_name);
-  check_dim(src, 3, op, src_name);
-  check_inner(dst, op, dst_name);
-  check_inner(src, op, src_name);
-  check_size(dst, 1, src.size(1), op, dst_name);
-  check_size(dst, 2, src.size(2), op, dst_name);
-  STD_TORCH_CHECK(dst.scalar_type() == src.scalar_type(), op, ": ", dst_name, " must have the dtype of ", src_name);
 }
 
 void transfer_slots(const Tensor& dst, const Tensor& src, const int32_t* source, const int32_t* target, int64_t pairs) {
@@ -80,6 +67,7 @@ void store_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
   constexpr const char* op = "store_kv";
   check_store(k_cache, v_cache, k, v, slots, k_scale, v_scale, op);
   const int32_t* slot = data<int32_t>(slots);
+  check_slots(slot, k.size(0), k_cache.size(0), op, "slots");
   const int64_t row_bytes = (k.size(1) * k.size(2) + v.size(1) * v.size(2)) * 4;
   dispatch_store(k.scalar_type(), k_cache.scalar_type(), op, [&](auto from, auto to) {
     const SlotStore<decltype(from), decltype(to)> keys(k_cache, k, k_scale), values(v_cache, v, v_scale);
@@ -96,14 +84,8 @@ void store_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
 void copy_slots(const Tensor& k_cache, const OptionalTensor& v_cache, const Tensor& src_slots,
                 const Tensor& dst_slots) {
   constexpr const char* op = "copy_slots";
-  check_dim(k_cache, 4, op, "k_cache");
-  check_inner(k_cache, op, "k_cache");
-  if (v_cache) {
-    check_dim(*v_cache, 4, op, "v_cache");
-    check_inner(*v_cache, op, "v_cache");
-    check_size(*v_cache, 1, k_cache.size(1), op, "v_cache");
-  }
-  check_lists(src_slots, dst_slots, k_cache.size(1), k_cache.size(1), op);
+  check_copy(k_cache, v_cache, src_slots, dst_slots, op);
+  check_entries(src_slots, dst_slots, k_cache.size(1), k_cache.size(1), op);
   const int32_t* source = data<int32_t>(src_slots);
   const int32_t* target = data<int32_t>(dst_slots);
   copy_pool_slots(k_cache, source, target, src_slots.size(0));
@@ -113,14 +95,8 @@ void copy_slots(const Tensor& k_cache, const OptionalTensor& v_cache, const Tens
 void transfer_kv(const Tensor& dst_k, const OptionalTensor& dst_v, const Tensor& src_k, const OptionalTensor& src_v,
                  const Tensor& src_slots, const Tensor& dst_slots) {
   constexpr const char* op = "transfer_kv";
-  check_transfer_pair(dst_k, src_k, op, "dst_k", "src_k");
-  STD_TORCH_CHECK(dst_v.has_value() == src_v.has_value(), op, ": dst_v and src_v must be given together");
-  if (dst_v) {
-    check_transfer_pair(*dst_v, *src_v, op, "dst_v", "src_v");
-    check_size(*dst_v, 0, dst_k.size(0), op, "dst_v");
-    check_size(*src_v, 0, src_k.size(0), op, "src_v");
-  }
-  check_lists(src_slots, dst_slots, src_k.size(0), dst_k.size(0), op);
+  check_transfer(dst_k, dst_v, src_k, src_v, src_slots, dst_slots, op);
+  check_entries(src_slots, dst_slots, src_k.size(0), dst_k.size(0), op);
   const int32_t* source = data<int32_t>(src_slots);
   const int32_t* target = data<int32_t>(dst_slots);
   transfer_slots(dst_k, src_k, source, target, src_slots.size(0));

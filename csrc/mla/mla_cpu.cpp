@@ -56,20 +56,10 @@ void mla_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q_no
 
 void mla_store(const Tensor& kv_cache, const Tensor& kv_c, const Tensor& k_rope, const Tensor& slots, double kv_scale) {
   constexpr const char* op = "mla_store";
-  check_dim(kv_cache, 2, op, "kv_cache");
-  check_dim(kv_c, 2, op, "kv_c");
-  check_dim(k_rope, 2, op, "k_rope");
-  check_inner(kv_cache, op, "kv_cache");
-  check_inner(kv_c, op, "kv_c");
-  check_inner(k_rope, op, "k_rope");
+  check_mla_store(kv_cache, kv_c, k_rope, slots, kv_scale, op);
   const int64_t tokens = kv_c.size(0), latent_dim = kv_c.size(1), rope_dim = k_rope.size(1);
-  check_size(k_rope, 0, tokens, op, "k_rope");
-  check_dtype(k_rope, kv_c.scalar_type(), op, "k_rope");
-  check_size(kv_cache, 1, latent_dim + rope_dim, op, "kv_cache");
-  check_vector(slots, ScalarType::Int, tokens, op, "slots");
   const int32_t* slot = data<int32_t>(slots);
   check_slots(slot, tokens, kv_cache.size(0), op, "slots");
-  STD_TORCH_CHECK(kv_scale > 0, op, ": kv_scale must be positive, got ", kv_scale);
   const float scale = static_cast<float>(kv_scale);
   dispatch_float(kv_c.scalar_type(), op, "kv_c", [&](auto from_tag) {
     using From = decltype(from_tag);
@@ -90,7 +80,6 @@ void mla_store(const Tensor& kv_cache, const Tensor& kv_c, const Tensor& k_rope,
     if (is_float8(kv_cache.scalar_type())) {
       dispatch_float8(kv_cache.scalar_type(), store);
     } else {
-      check_dtype(kv_cache, kv_c.scalar_type(), op, "kv_cache");
       store(From{});
     }
   });

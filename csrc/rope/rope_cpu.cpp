@@ -4,6 +4,7 @@
 #include "common/vec.h"
 #include "kvcache/store.h"
 #include "rope/rope.h"
+#include "rope/rotation.h"
 
 namespace gristmill {
 namespace {
@@ -62,53 +63,26 @@ void rotate_heads(T* x, int64_t heads, int64_t head_stride, const float* cos, in
   }
 }
 
-// The rotation of one call: q [T, Hq, D], k [T, Hkv, D] and the table.
-class Rotation {
+class Rotation : RotationArguments {
  public:
   Rotation(const Tensor& q, const Tensor& k, const Tensor& positions, const Tensor& cos_sin_cache, bool is_neox,
            const char* op)
-      : is_neox_(is_neox) {
-    check_dim(q, 3, op, "q");
-    check_dim(k, 3, op, "k");
-    check_inner(q, op, "q");
-    check_inner(k, op, "k");
-    tokens_ = q.size(0);
-    check_size(k, 0, tokens_, op, "k");
-    check_size(k, 2, q.size(2), op, "k");
-    check_dtype(k, q.scalar_type(), op, "k");
-    check_vector(positions, ScalarType::Int, tokens_, op, "positions");
-    check_dim(cos_sin_cache, 2, op, "cos_sin_cache");
-    check_dtype(cos_sin_cache, ScalarType::Float, op, "cos_sin_cache");
-    check_inner(cos_sin_cache, op, "cos_sin_cache");
-    rotary_dim_ = cos_sin_cache.size(1);
-    STD_TORCH_CHECK(rotary_dim_ % 2 == 0 && rotary_dim_ <= q.size(2), op,
-                    ": cos_sin_cache must have an even width of at most head_dim ", q.size(2), ", got ", rotary_dim_);
-    position_ = data<int32_t>(positions);
-    num_positions_ = cos_sin_cache.size(0);
-    q_token_ = q.stride(0), q_head_ = q.stride(1), q_heads_ = q.size(1);
-    k_token_ = k.stride(0), k_head_ = k.stride(1), k_heads_ = k.size(1);
-    cache_stride_ = cos_sin_cache.stride(0);
-    cache_ = data<float>(cos_sin_cache);
-  }
+      : RotationArguments(q, k, positions, cos_sin_cache, op), is_neox_(is_neox) {}
 
-  int64_t tokens() const { return tokens_; }
-  int64_t work_per_token() const { return (q_heads_ + k_heads_) * rotary_dim_ * 4; }
+  int64_t tokens() const { return num_tokens; }
+  int64_t work_per_token() const { return (q_heads + k_heads) * rotary_dim * 4; }
 
   template <typename T>
   void rotate(T* q, T* k, int64_t t) const {
     // A position outside the table marks padding: its row stays as it is.
-    if (position_[t] < 0 || position_[t] >= num_positions_) return;
-    const float* cos = cache_ + position_[t] * cache_stride_;
-    rotate_heads(q + t * q_token_, q_heads_, q_head_, cos, rotary_dim_ / 2, is_neox_);
-    rotate_heads(k + t * k_token_, k_heads_, k_head_, cos, rotary_dim_ / 2, is_neox_);
+    if (positions[t] < 0 || positions[t] >= num_positions) return;
+    const float* cos = cache + positions[t] * cache_stride;
+    rotate_heads(q + t * q_token, q_heads, q_head, cos, rotary_dim / 2, is_neox_);
+    rotate_heads(k + t * k_token, k_heads, k_head, cos, rotary_dim / 2, is_neox_);
   }
 
  private:
   bool is_neox_;
-  int64_t tokens_, rotary_dim_, num_positions_, cache_stride_;
-  int64_t q_token_, q_head_, q_heads_, k_token_, k_head_, k_heads_;
-  const int32_t* position_;
-  const float* cache_;
 };
 
 }  // namespace
@@ -133,6 +107,7 @@ void apply_rope_store_kv(const Tensor& q, const Tensor& k, const Tensor& k_cache
   const Rotation rotation(q, k, positions, cos_sin_cache, is_neox, op);
   check_store(k_cache, v_cache, k, v, slots, k_scale, v_scale, op);
   const int32_t* slot = data<int32_t>(slots);
+  check_slots(slot, k.size(0), k_cache.size(0), op, "slots");
   const int64_t work = rotation.work_per_token() + (k.size(1) * k.size(2) + v.size(1) * v.size(2)) * 4;
   dispatch_store(k.scalar_type(), k_cache.scalar_type(), op, [&](auto from, auto to) {
     using T = decltype(from);
