@@ -1,6 +1,6 @@
 """Builds one native library with AddressSanitizer and UndefinedBehaviorSanitizer and runs the core checks on it (GCC on Linux; minutes).
 
-python -m tests.kernels.sanitize [avx2|avx512|avx512bf16|amx|generic|host] [--seed 0]
+python -m tests.kernels.sanitize [avx2|avx512|avx512bf16|amx|generic|host] [--seed 0] [--cases 2]
 
 `host` is the torch-free module; its checks are the tests of the radix tree.
 """
@@ -79,13 +79,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("level", nargs="?", default="avx2", choices=[*LEVEL_FLAGS, "host"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=2, help="conformance cases of each op and dtype (default: %(default)s)")
     parser.add_argument("--compiler", default="g++")
     arguments = parser.parse_args()
     if arguments.level == "host":
         tests = map(str, sorted((ROOT / "tests/kernels/host").glob("test_radix_tree*.py")))
         command = [sys.executable, "-c", RUN_HOST, str(build_host(arguments.compiler)), *tests]
     else:
-        command = [sys.executable, "-m", "tests.kernels.native_core", str(arguments.seed), str(build(arguments.level, arguments.compiler))]
+        libraries = build(arguments.level, arguments.compiler)
+        command = [sys.executable, "-m", "tests.kernels.native_core", str(arguments.seed), str(libraries), str(arguments.cases)]
     runtimes = [
         subprocess.run([arguments.compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")

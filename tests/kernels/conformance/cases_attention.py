@@ -40,6 +40,7 @@ class Setting:
     v_scale: float = 1.0
     sm_scale: float | None = None
     holes: bool = False
+    all_holes: bool = False  # the first request lists -1 only
     plan_workers: int = 0
     plan_room: int = 0  # items more than needed
     plan_window: bool = False  # plan for the window
@@ -63,6 +64,7 @@ class Setting:
             "sinks" * self.sinks,
             "scales" * (self.k_scale != 1.0),
             "holes" * self.holes,
+            "allholes" * self.all_holes,
             f"plan{self.plan_workers}" * (self.plan_workers > 0),
             f"room{self.plan_room}" * (self.plan_room > 0),
             "planwindow" * self.plan_window,
@@ -101,6 +103,8 @@ def _draw_pool(inputs: Inputs, setting: Setting) -> tuple[Tensor, Tensor, list[l
             for position in range(1, len(one), 5):
                 k_cache[one[position]], v_cache[one[position]] = NAN, NAN
                 one[position] = -1
+    if setting.all_holes:
+        lists[0] = [-1] * len(lists[0])
     return k_cache, v_cache, lists
 
 
@@ -255,6 +259,8 @@ def _decode_settings() -> list[Setting]:
         Setting((0, 258), sinks=True, dtype=torch.bfloat16),
         Setting((20, 9), k_scale=0.37, v_scale=2.5),
         Setting((40, 2, 300), holes=True),
+        Setting((300, 5, 1), all_holes=True, dtype=torch.bfloat16),
+        Setting((1, 9), all_holes=True, sinks=True),
         Setting((60, 300), holes=True, window_left=20, sinks=True, logit_cap=8.0, k_scale=1.5, v_scale=0.5, dtype=torch.bfloat16),
         Setting((23,), dims=(8, 8)),
         Setting((23,), dims=(64, 24), heads=(6, 3)),
@@ -305,6 +311,8 @@ def _extend_settings() -> list[Setting]:
         Setting((30, 17), (9, 5), mask="mask"),
         Setting((30, 260), (9, 5), mask="maskrows", dtype=torch.bfloat16),
         Setting((30, 17), (9, 5), mask="maskrows", window_left=6, sinks=True, causal=False),
+        Setting((30, 260), (9, 5), (24, 1), mask="mask", window_left=16, dtype=torch.float16),
+        Setting((300, 5), (4, 2), all_holes=True, dtype=torch.bfloat16),
         Setting((33,), (8,), logit_cap=5.0, q_scale=4.0),
         Setting((20, 3), (6, 4), sinks=True, note="qlonger"),
         Setting((29, 7), (9, 7), k_scale=0.37, v_scale=2.5, dtype=torch.bfloat16),
@@ -332,7 +340,7 @@ def _ragged_settings() -> list[Setting]:
     settings += [
         Setting((length,), (length,), (3 * ratio, 3), dims, dtype, ragged=True, layout="packed")
         for number, dims in enumerate(HEAD_DIMS)
-        for length, ratio, dtype in [((1, 15, 16, 17)[number % 4], RATIOS[number % 5], DTYPES[number % 3])]
+        for length, ratio, dtype in [((1, 15, 16, 17)[number % 4], RATIOS[number % 6], DTYPES[number % 3])]
     ]
     settings += [Setting((70, 9), (20, 9), ragged=True, window_left=window, dtype=dtype) for window in (0, 5, 64) for dtype in DTYPES[:2]]
     settings += [
@@ -343,6 +351,7 @@ def _ragged_settings() -> list[Setting]:
         Setting((30, 17), (9, 5), ragged=True, mask="mask"),
         Setting((30, 260), (9, 5), ragged=True, mask="maskrows", dtype=torch.bfloat16),
         Setting((30, 17), (9, 5), ragged=True, mask="maskrows", window_left=6, sinks=True, causal=False),
+        Setting((30, 260), (9, 5), (24, 1), ragged=True, mask="mask", window_left=16, dtype=torch.bfloat16),
         Setting((33,), (8,), ragged=True, logit_cap=5.0, q_scale=4.0),
         Setting((20, 3), (6, 4), ragged=True, sinks=True),
         Setting((24,), (24,), ragged=True, sm_scale=1.0, q_scale=3.0, note="sharp"),

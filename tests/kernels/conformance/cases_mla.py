@@ -27,6 +27,7 @@ class MlaSetting:
     layout: str = "dense"
     kv_scale: float = 1.0
     holes: bool = False
+    all_holes: bool = False  # the first request lists -1 only
     plan_workers: int = 0
     plan_room: int = 0
     with_lse: bool = True
@@ -43,6 +44,7 @@ class MlaSetting:
             self.layout if self.layout != "dense" else "",
             "scale" * (self.kv_scale != 1.0),
             "holes" * self.holes,
+            "allholes" * self.all_holes,
             f"plan{self.plan_workers}" * (self.plan_workers > 0),
             f"room{self.plan_room}" * (self.plan_room > 0),
             self.note,
@@ -74,6 +76,8 @@ def _draw_cache(inputs: Inputs, setting: MlaSetting) -> tuple[Tensor, list[list[
             for position in range(1, len(one), 5):
                 cache[one[position]] = NAN
                 one[position] = -1
+    if setting.all_holes:
+        lists[0] = [-1] * len(lists[0])
     return cache, lists
 
 
@@ -129,6 +133,13 @@ def _decode_settings() -> list[MlaSetting]:
         for dtype, layout in zip(DTYPES, ("packed", "ragged", "dense"))
     ]
     settings += [MlaSetting((261,), (5,), 128, dtype=dtype) for dtype in DTYPES[:2]]  # more rows than a tile holds
+    settings += [  # heads enough for kernels of large tiles, with more than one split and the last block of slots almost empty
+        MlaSetting((1030, 0, 64, 129), None, 40, dtype=torch.bfloat16, holes=True),
+        MlaSetting((129, 7), (3, 2), 48, dtype=torch.bfloat16, layout="packed", plan_workers=3),
+        MlaSetting((65, 3), None, 128, dtype=torch.float16, layout="ragged"),
+        MlaSetting((70, 20), (1, 2), 64, dtype=torch.float16, all_holes=True),
+        MlaSetting((5, 300), all_holes=True),
+    ]
     settings += [MlaSetting(mixed, plan_workers=workers, dtype=dtype) for workers in (1, 3) for dtype in DTYPES[:2]]
     settings += [
         MlaSetting((300, 9), (3, 2), plan_workers=2, plan_room=5, dtype=torch.bfloat16),

@@ -23,7 +23,11 @@ def test_interpreted_kernels_agree_with_the_definition(module: str, seed: int, t
     command = [sys.executable, "-m", "tests.gpu.conformance", "--family", "triton", "--device", "cpu", "--jobs", "1", "--seed", str(seed)]
     ops = [word for op in family.ops_of(module) for word in ("--op", op)]
     result = subprocess.run(
-        [*command, "--json", str(report), *ops], cwd=ROOT, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True
+        [*command, "--json", str(report), *ops],
+        cwd=ROOT,
+        env=environment(TRITON_INTERPRET="1", GRISTMILL_KERNELS_STRICT="1"),
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     passed = json.loads(report.read_text())["passed"]
@@ -35,5 +39,7 @@ def test_interpreted_kernels_agree_with_the_definition(module: str, seed: int, t
 def test_what_only_the_interpreter_can_show() -> None:
     """Checks of tests/kernels/triton/interpreted.py, which pytest does not collect by itself."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton/interpreted.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment(TRITON_INTERPRET="1", GRISTMILL_KERNELS_STRICT="1"), capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
