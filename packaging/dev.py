@@ -22,9 +22,15 @@ def main() -> None:
         default=os.environ.get("GRISTMILL_ISAS", ""),
         help="levels to build, e.g. 'avx2,avx512' (default: all of this architecture)",
     )
+    parser.add_argument(
+        "--archs",
+        default=os.environ.get("GRISTMILL_CUDA_ARCHS", ""),
+        help="GPU generations to build with --platform cuda, e.g. '90a' (default: all, which takes minutes)",
+    )
     arguments = parser.parse_args()
     platform = staging.choose_platform({"platform": arguments.platform})
     os.environ["GRISTMILL_ISAS"] = arguments.isas  # pip's call of the backend builds the same
+    os.environ["GRISTMILL_CUDA_ARCHS"] = arguments.archs
     editable.build_in_place(platform)
     install(platform)
 

@@ -1,5 +1,8 @@
 # libgristmill_cuda.so of kernels-cuda: every csrc/*/*.cu for several GPU generations, on the LibTorch stable ABI. Needs nvcc, and neither a
-# GPU nor torch's CUDA build. Files named *_sm90.cu use instructions that only Hopper has and are compiled for that alone.
+# GPU nor torch's CUDA build.
+#
+# Files named *_sm90.cu use instructions that only Hopper has (wgmma, TMA) and are compiled for sm_90a alone, and not at all when 90a is
+# left out. Where they are, every other file sees GRISTMILL_WITH_SM90 and may call what they define, on devices of compute capability 9.0.
 set(GRISTMILL_CUDA_ARCHS "" CACHE STRING "GPU generations to compile for, e.g. 80,90a; the newest also as PTX; empty: all")
 set(all_archs 80 86 89 90a 100)
 set(archs ${GRISTMILL_CUDA_ARCHS})
@@ -20,12 +23,16 @@ endforeach()
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   find_program(GRISTMILL_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin /usr/local/cuda/bin)
   if(NOT GRISTMILL_NVCC)
-    message(FATAL_ERROR "kernels-cuda is compiled with nvcc, which was not found: install the CUDA toolkit (13.0 or newer), and set CUDA_HOME.")
+    message(FATAL_ERROR "kernels-cuda is compiled with nvcc, which was not found: install the CUDA toolkit (13.0 or newer) and put its bin "
+      "folder on PATH, or set CUDA_HOME or CUDACXX.")
   endif()
   set(CMAKE_CUDA_COMPILER ${GRISTMILL_NVCC})
 endif()
 set(CMAKE_CUDA_ARCHITECTURES OFF)  # spelled out below
 enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
+  message(FATAL_ERROR "kernels-cuda is compiled with nvcc 13.0 or newer, got ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}).")
+endif()
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
@@ -45,23 +52,21 @@ if(newest)
   list(APPEND GRISTMILL_CUDA_IMAGES compute_${newest})
 endif()
 
-# What the library takes from libtorch_cuda: a stub stands for it where torch was built without CUDA. At run time `import torch` has
-# loaded the real one.
-set(torch_cuda ${torch_dir}/lib/libtorch_cuda.so)
-if(NOT EXISTS ${torch_cuda})
-  set(stub ${CMAKE_BINARY_DIR}/torch_cuda_stub.c)
-  file(CONFIGURE OUTPUT ${stub} CONTENT "void aoti_torch_get_current_cuda_stream(void) {}\nvoid torch_c10_cuda_check_msg(void) {}\nvoid torch_c10_cuda_free_error_msg(void) {}\n")
-  enable_language(C)
-  add_library(torch_cuda_stub SHARED ${stub})
-  set_target_properties(torch_cuda_stub PROPERTIES OUTPUT_NAME torch_cuda LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/stubs)
-  set(torch_cuda torch_cuda_stub)
-endif()
+# All that the library takes from libtorch_cuda, in a stub to link with: the result is the same whether or not the torch of the building
+# machine has CUDA. At run time `import torch` has loaded the real one. Anything else that is missing ends the link.
+set(stub ${CMAKE_BINARY_DIR}/torch_cuda_stub.cpp)
+set(stub_functions "")
+foreach(name aoti_torch_get_current_cuda_stream torch_c10_cuda_check_msg torch_c10_cuda_free_error_msg)
+  string(APPEND stub_functions "extern \"C\" void ${name}() {}\n")
+endforeach()
+file(CONFIGURE OUTPUT ${stub} CONTENT "${stub_functions}")
+add_library(torch_cuda_stub SHARED ${stub})
+set_target_properties(torch_cuda_stub PROPERTIES OUTPUT_NAME torch_cuda LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/stubs)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/*/*.cu)
 set(hopper_sources ${cuda_sources})
 list(FILTER hopper_sources INCLUDE REGEX "_sm90\\.cu$")
 list(FILTER cuda_sources EXCLUDE REGEX "_sm90\\.cu$")
-set(objects "")
 function(gristmill_cuda_objects name)
   add_library(${name} OBJECT ${ARGN})
   set_target_properties(${name} PROPERTIES
@@ -82,19 +87,21 @@ if(hopper_sources AND "90a" IN_LIST archs)
   list(APPEND objects $<TARGET_OBJECTS:cuda_kernels_sm90>)
 endif()
 
+# The runtime is linked statically, so that one wheel serves every torch of the same CUDA major version.
+get_filename_component(toolkit ${CMAKE_CUDA_COMPILER} REALPATH)
+get_filename_component(toolkit ${toolkit}/../.. ABSOLUTE)
+find_library(GRISTMILL_CUDART cudart_static
+  HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES} ${toolkit}/lib64 ${toolkit}/lib REQUIRED)
 add_library(gristmill_cuda SHARED ${objects})
-set_target_properties(gristmill_cuda PROPERTIES LINKER_LANGUAGE CXX SKIP_BUILD_RPATH ON INSTALL_RPATH "")
-set(exports ${CMAKE_CURRENT_BINARY_DIR}/gristmill_cuda.map)
-file(CONFIGURE OUTPUT ${exports} CONTENT "{ local: *; };\n")
-get_filename_component(cuda_library_dir ${CMAKE_CUDA_COMPILER} REALPATH)
-get_filename_component(cuda_library_dir ${cuda_library_dir}/../../lib64 ABSOLUTE)
-find_library(GRISTMILL_CUDART cudart_static HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES}
-  ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}/../lib ${cuda_library_dir} REQUIRED)
-target_link_libraries(gristmill_cuda PRIVATE torch_stable ${torch_cuda} ${GRISTMILL_CUDART} dl pthread rt)
-target_link_options(gristmill_cuda PRIVATE -static-libstdc++ -Wl,--version-script=${exports} -Wl,--gc-sections -Wl,--no-undefined
-  -Wl,--exclude-libs,ALL -Wl,-z,relro,-z,now)
+set_target_properties(gristmill_cuda PROPERTIES LINKER_LANGUAGE CXX)
+gristmill_common_options(gristmill_cuda "")  # static initialisers register the operators
+target_link_libraries(gristmill_cuda PRIVATE torch_stable torch_cuda_stub ${GRISTMILL_CUDART} dl pthread rt)
+target_link_options(gristmill_cuda PRIVATE -Wl,--no-undefined -Wl,--exclude-libs,ALL)
+install(TARGETS gristmill_cuda DESTINATION gristmill_kernels/_native)
+
+# What loader_gpu.py asks before it opens the library, beside it so that the two never part.
 list(JOIN GRISTMILL_CUDA_IMAGES "\", \"" cuda_images)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" cuda_version ${CMAKE_CUDA_COMPILER_VERSION})
-file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/libgristmill_cuda.json CONTENT "{\"archs\": [\"${cuda_images}\"], \"cuda\": \"${cuda_version}\"}\n")
-install(TARGETS gristmill_cuda DESTINATION gristmill_kernels/_native)
+file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/libgristmill_cuda.json
+  CONTENT "{\"archs\": [\"${cuda_images}\"], \"cuda\": \"${cuda_version}\"}\n")
 install(FILES ${CMAKE_BINARY_DIR}/libgristmill_cuda.json DESTINATION gristmill_kernels/_native)
