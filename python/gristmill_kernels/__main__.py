@@ -26,13 +26,16 @@ def _table_rows(ops: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str]]
 
 def format_report(report: dict[str, Any]) -> str:
     """The report of `capabilities()` for a person."""
-    native = report["native"]
+    native, gpu = report["native"], report["native_gpu"]
     present = [name for name, has in report["cpu_features"].items() if has]
     lines = [
         f"gristmill_kernels {report['version']}  platform {report['platform']}  torch {report['torch']}  python {report['python']}",
         f"native library    {native['isa']}  {native['library']}"
         if native["reason"] is None
         else f"native library    none: {native['reason']}",
+        f"GPU library       {' '.join(gpu['archs'])}  {gpu['library']}"
+        if gpu["reason"] is None
+        else f"GPU library       none: {gpu['reason']}",
         f"ISA levels usable {' '.join(native['usable_levels']) or 'unknown'}",
         f"CPU features      {' '.join(present) or report['host_error'] or 'none known'}",
         f"devices           {' '.join(report['devices'])}",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gristmill_kernels import __version__, dispatch, loader
+from gristmill_kernels import __version__, dispatch, loader, loader_gpu
 from gristmill_kernels.checks import name_of
 from gristmill_kernels.schema import OPS, AttentionKey, IndexKey, MlaKey, RopeKey, RopeStoreKey, StoreKey, TransferKey
 
@@ -71,15 +71,15 @@ def capabilities() -> dict[str, Any]:
 
     Returns:
         A dict with `version`, `torch`, `python`, `platform` (the variant built), `build`, `cpu_features`, `native` (ISA level and library,
-        or the reason there is none), `devices`, `environment` (the variables that are set), `ops`: op name -> device -> one entry per
-        dtype with `implementation` and `why`, and `families`: op name -> device type -> implementations that exist for it, best first,
-        whether or not this machine has the device.
+        or the reason there is none), `native_gpu` (the same of the GPU library, with the `archs` it was compiled for), `devices`,
+        `environment` (the variables that are set), `ops`: op name -> device -> one entry per dtype with `implementation` and `why`, and
+        `families`: op name -> device type -> implementations that exist for it, best first, whether or not this machine has the device.
 
     Raises:
         ValueError: an environment variable of the package has a value that it cannot have.
     """
     build, features, host_error = _host_info()
-    native = loader.native_library()
+    native, native_gpu = loader.native_library(), loader_gpu.gpu_library()
     devices = _devices()
     variables = (dispatch.IMPL_VARIABLE, dispatch.STRICT_VARIABLE, loader.ISA_VARIABLE)
     return {
@@ -95,6 +95,11 @@ def capabilities() -> dict[str, Any]:
             "library": str(native.path) if native.path is not None else None,
             "reason": native.reason,
             "usable_levels": list(native.usable),
+        },
+        "native_gpu": {
+            "library": str(native_gpu.path) if native_gpu.path is not None else None,
+            "archs": list(native_gpu.archs),
+            "reason": native_gpu.reason,
         },
         "devices": devices,
         "environment": {name: os.environ[name] for name in variables if os.environ.get(name)},

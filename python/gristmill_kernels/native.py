@@ -1,5 +1,5 @@
-"""Which calls the native C++ kernels take on the CPU: one predicate per op, giving None or the reason it cannot; native_cuda.py has those for
-GPUs. The kernels register themselves when loader.py or loader_gpu.py opens their library."""
+"""Which calls the native C++ kernels take on the CPU: one predicate per op, giving None or the reason it cannot; native_cuda.py has those
+for GPUs. The kernels register themselves when loader.py or loader_gpu.py opens their library."""
 
 from __future__ import annotations
 

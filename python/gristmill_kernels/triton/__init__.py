@@ -98,6 +98,8 @@ def _unusable_on(device: str) -> str | None:
         return None if interpreted() else "Triton kernels run on the CPU only under TRITON_INTERPRET=1"
     if interpreted():
         return "TRITON_INTERPRET is set: Triton kernels of this process run on the CPU"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return "Triton kernels need compute capability 8.0 or newer"
     return None
