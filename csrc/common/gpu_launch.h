@@ -25,6 +25,11 @@
 
 namespace gristmill::gpu {
 
+// Blocks of `threads` that give each of `units` a thread.
+inline dim3 blocks_for(int64_t units, int threads) {
+  return dim3(static_cast<unsigned>((units + threads - 1) / threads));
+}
+
 // A launch on the current stream of a tensor's device. Grids with a dimension of 0 launch nothing.
 //   const Launch launch(x);
 //   launch(kernel<T>, dim3(rows), dim3(256), shared_bytes, arguments...);

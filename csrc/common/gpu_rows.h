@@ -4,12 +4,34 @@
 
 #include <cstdint>
 
+#include "common/check.h"
 #include "common/gpu.h"
 
 namespace gristmill::gpu {
 
 template <typename T>
 inline constexpr int kPackElements = 16 / static_cast<int>(sizeof(T));
+
+// Whether a tensor and all its steps but the last dimension's are multiples of `bytes`.
+inline bool steps_by(const Tensor& t, int64_t bytes) {
+  bool even = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % static_cast<uintptr_t>(bytes) == 0;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d)
+    even = even && (t.size(d) <= 1 || t.stride(d) * t.element_size() % bytes == 0);
+  return even;
+}
+
+// a / b and a % b of numbers that are not negative; 32-bit division where it will do.
+struct Divided {
+  int64_t quotient, rest;
+};
+__device__ inline Divided divide(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) {
+    const uint32_t small_a = static_cast<uint32_t>(a), small_b = static_cast<uint32_t>(b);
+    const uint32_t quotient = small_a / small_b;
+    return {quotient, small_a - quotient * small_b};
+  }
+  return {a / b, a % b};
+}
 
 // Elements [first, first + N) of a row; zeros from `width` on.
 template <int N, typename T>

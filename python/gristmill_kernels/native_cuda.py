@@ -39,6 +39,18 @@ ROWS: dict[str, Callable[[Any], str | None]] = {
     "gemma_rms_norm": _float_key,
     "gemma_fused_add_rms_norm": _float_key,
     "layer_norm": _float_key,
+    "apply_rope": _float_key,
+    "apply_rope_store_kv": _store,
+    "silu_and_mul": _float_key,
+    "gelu_and_mul": _float_key,
+    "gelu_tanh_and_mul": _float_key,
+    "swiglu_oai": _float_key,
+    "store_kv": _store,
+    "mla_store": _store,
+    "copy_slots": _any_key,
+    "transfer_kv": _any_key,
+    "merge_state": _float_key,
+    "merge_states": _float_key,
 }
 
 # indices and routing
@@ -51,6 +63,6 @@ LOGITS: dict[str, Callable[[Any], str | None]] = {}
 ATTENTION: dict[str, Callable[[Any], str | None]] = {}
 
 # skinny linear layers
-LINEAR: dict[str, Callable[[Any], str | None]] = {}
+LINEAR: dict[str, Callable[[Any], str | None]] = {"skinny_linear": _float_key}
 
 PREDICATES = {**ROWS, **INDICES, **LOGITS, **ATTENTION, **LINEAR}

@@ -1,0 +1,217 @@
+// The slot pool on GPUs: a pack of 16 bytes per thread. A slot outside the pool, such as the -1 of padding, is skipped.
+#include <torch/csrc/stable/library.h>
+
+#include "common/gpu_launch.h"
+#include "kvcache/checks.h"
+#include "kvcache/gpu_store.h"
+#include "kvcache/kvcache.h"
+
+namespace gristmill::gpu {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kCopyThreads = 256;
+constexpr int kRound = 8;
+
+template <typename From, typename To>
+__global__ void __launch_bounds__(kThreads)
+    store_kernel(const SlotStore<From, To> keys, const SlotStore<From, To> values, const int32_t* slots,
+                 int64_t tokens) {
+  const int64_t key_packs = keys.packs();
+  const auto [token, unit] =
+      divide(static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, key_packs + values.packs());
+  if (token >= tokens) return;
+  const int64_t slot = slots[token];
+  if (!keys.has(slot)) return;
+  if (unit < key_packs) {
+    keys.store(token, slot, unit);
+  } else {
+    values.store(token, slot, unit - key_packs);
+  }
+}
+
+template <typename From, typename To>
+void store(const Launch& launch, const SlotStore<From, To>& keys, const SlotStore<From, To>& values,
+           const Tensor& slots) {
+  const int64_t tokens = slots.size(0), units = tokens * (keys.packs() + values.packs());
+  launch(store_kernel<From, To>, blocks_for(units, kThreads), dim3(kThreads), 0, keys, values, data<int32_t>(slots),
+         tokens);
+}
+
+// Rows of any type as bytes.
+struct BytePool {
+  unsigned char* base;
+  int64_t heads, row_bytes, slot_stride, head_stride, num_slots;
+
+  BytePool(const Tensor& t, int64_t slot_dim)
+      : base(const_cast<unsigned char*>(static_cast<const unsigned char*>(t.const_data_ptr()))),
+        heads(t.size(slot_dim + 1)),
+        row_bytes(t.size(slot_dim + 2) * t.element_size()),
+        slot_stride(t.stride(slot_dim) * t.element_size()),
+        head_stride(t.stride(slot_dim + 1) * t.element_size()),
+        num_slots(t.size(slot_dim)) {}
+
+  GRISTMILL_HOST_DEVICE bool has(int64_t slot) const { return slot >= 0 && slot < num_slots; }
+  __device__ unsigned char* row(int64_t slot, int64_t head) const {
+    return base + slot * slot_stride + head * head_stride;
+  }
+  // Bytes that every row can be moved in: 16, or as many as its beginnings and its length allow.
+  int unit(const Tensor& t) const {
+    for (int bytes = 16; bytes > 1; bytes /= 2) {
+      if (row_bytes % bytes == 0 && steps_by(t, bytes)) return bytes;
+    }
+    return 1;
+  }
+};
+
+template <typename Unit>
+__device__ inline Unit* units_of(unsigned char* row) {
+  return reinterpret_cast<Unit*>(row);
+}
+
+// One thread moves its column of a head for all pairs, a few at a time: a slot may be overwritten once an earlier pair,
+// or one of the same round, has read it.
+template <typename Unit>
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_kernel(const BytePool pool, int64_t layer_stride, const int32_t* sources, const int32_t* targets,
+                int64_t pairs) {
+  const int64_t units = pool.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  const auto [head, column] = divide(static_cast<int64_t>(blockIdx.x) * kCopyThreads + threadIdx.x, units);
+  if (head >= pool.heads) return;
+  unsigned char* const layer = pool.base + static_cast<int64_t>(blockIdx.y) * layer_stride + head * pool.head_stride;
+  for (int64_t begin = 0; begin < pairs; begin += kRound) {
+    int64_t target[kRound];
+    Unit kept[kRound];
+#pragma unroll
+    for (int i = 0; i < kRound; ++i) {
+      target[i] = -1;
+      if (begin + i >= pairs) continue;
+      const int64_t source = sources[begin + i], to = targets[begin + i];
+      if (!pool.has(source) || !pool.has(to)) continue;
+      target[i] = to;
+      kept[i] = units_of<Unit>(layer + source * pool.slot_stride)[column];
+    }
+#pragma unroll
+    for (int i = 0; i < kRound; ++i) {
+      if (target[i] >= 0) units_of<Unit>(layer + target[i] * pool.slot_stride)[column] = kept[i];
+    }
+  }
+}
+
+template <typename Unit>
+__global__ void __launch_bounds__(kThreads)
+    transfer_kernel(const BytePool to, const BytePool from, const int32_t* sources, const int32_t* targets,
+                    int64_t pairs) {
+  const int64_t units = to.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  const auto [pair, place] = divide(static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, to.heads * units);
+  if (pair >= pairs) return;
+  const int64_t source = sources[pair], target = targets[pair];
+  if (!from.has(source) || !to.has(target)) return;
+  const auto [head, column] = divide(place, units);
+  units_of<Unit>(to.row(target, head))[column] = units_of<Unit>(from.row(source, head))[column];
+}
+
+template <typename F>
+void with_unit(int bytes, F&& f) {
+  switch (bytes) {
+    case 16:
+      return f(Pack<uint32_t, 4>{});
+    case 8:
+      return f(uint64_t{});
+    case 4:
+      return f(uint32_t{});
+    case 2:
+      return f(uint16_t{});
+    default:
+      return f(uint8_t{});
+  }
+}
+
+void copy_pool(const Launch& launch, const Tensor& cache, const Tensor& src_slots, const Tensor& dst_slots) {
+  const BytePool pool(cache, 1);
+  const int64_t layers = cache.size(0), layer_stride = cache.stride(0) * cache.element_size();
+  with_unit(pool.unit(cache), [&](auto tag) {
+    using Unit = decltype(tag);
+    dim3 grid = blocks_for(pool.heads * (pool.row_bytes / static_cast<int64_t>(sizeof(Unit))), kCopyThreads);
+    grid.y = static_cast<unsigned>(layers);
+    launch(copy_kernel<Unit>, grid, dim3(kCopyThreads), 0, pool, layer_stride, data<int32_t>(src_slots),
+           data<int32_t>(dst_slots), src_slots.size(0));
+  });
+}
+
+// A GPU reaches host memory only where it is pinned.
+void check_reachable(const Tensor& pool, const char* name) {
+#if !defined(GRISTMILL_SIMT)
+  cudaPointerAttributes attributes{};
+  STD_CUDA_CHECK(cudaPointerGetAttributes(&attributes, pool.const_data_ptr()));
+  STD_TORCH_CHECK(attributes.type != cudaMemoryTypeUnregistered, "transfer_kv: the ", name,
+                  " pool lies in pageable host memory, but a GPU reaches pinned memory only");
+#else
+  (void)pool, (void)name;
+#endif
+}
+
+void transfer(const Launch& launch, const Tensor& dst, const Tensor& src, const Tensor& src_slots,
+              const Tensor& dst_slots) {
+  check_reachable(dst, "dst");
+  check_reachable(src, "src");
+  const BytePool to(dst, 0), from(src, 0);
+  with_unit(to.unit(dst) < from.unit(src) ? to.unit(dst) : from.unit(src), [&](auto tag) {
+    using Unit = decltype(tag);
+    const int64_t pairs = src_slots.size(0),
+                  units = pairs * to.heads * (to.row_bytes / static_cast<int64_t>(sizeof(Unit)));
+    launch(transfer_kernel<Unit>, blocks_for(units, kThreads), dim3(kThreads), 0, to, from, data<int32_t>(src_slots),
+           data<int32_t>(dst_slots), pairs);
+  });
+}
+
+}  // namespace
+
+void store_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots,
+              double k_scale, double v_scale) {
+  constexpr const char* op = "store_kv";
+  check_store(k_cache, v_cache, k, v, slots, k_scale, v_scale, op);
+  dispatch_store(k.scalar_type(), k_cache.scalar_type(), op, [&](auto from, auto to) {
+    const SlotStore<decltype(from), decltype(to)> keys(k_cache, k, k_scale), values(v_cache, v, v_scale);
+    store(Launch(k_cache), keys, values, slots);
+  });
+}
+
+void mla_store(const Tensor& kv_cache, const Tensor& kv_c, const Tensor& k_rope, const Tensor& slots, double kv_scale) {
+  constexpr const char* op = "mla_store";
+  check_mla_store(kv_cache, kv_c, k_rope, slots, kv_scale, op);
+  dispatch_store(kv_c.scalar_type(), kv_cache.scalar_type(), op, [&](auto from, auto to) {
+    using To = decltype(to);
+    using Store = SlotStore<decltype(from), To>;
+    const int64_t latent_dim = kv_c.size(1);
+    Store latent = Store::of_one_head(kv_cache, kv_c, kv_scale), rope = Store::of_one_head(kv_cache, k_rope, kv_scale);
+    rope.to += latent_dim;
+    rope.writes_aligned = rope.writes_aligned && latent_dim % Store::N == 0;
+    store(Launch(kv_cache), latent, rope, slots);
+  });
+}
+
+void copy_slots(const Tensor& k_cache, const OptionalTensor& v_cache, const Tensor& src_slots,
+                const Tensor& dst_slots) {
+  check_copy(k_cache, v_cache, src_slots, dst_slots, "copy_slots");
+  const Launch launch(k_cache);
+  copy_pool(launch, k_cache, src_slots, dst_slots);
+  if (v_cache) copy_pool(launch, *v_cache, src_slots, dst_slots);
+}
+
+void transfer_kv(const Tensor& dst_k, const OptionalTensor& dst_v, const Tensor& src_k, const OptionalTensor& src_v,
+                 const Tensor& src_slots, const Tensor& dst_slots) {
+  check_transfer(dst_k, dst_v, src_k, src_v, src_slots, dst_slots, "transfer_kv");
+  const Launch launch(src_slots);
+  transfer(launch, dst_k, src_k, src_slots, dst_slots);
+  if (dst_v) transfer(launch, *dst_v, *src_v, src_slots, dst_slots);
+}
+
+}  // namespace gristmill::gpu
+
+STABLE_TORCH_LIBRARY_IMPL(GRISTMILL_GPU_NAMESPACE, GRISTMILL_GPU_KEY, m) {
+  m.impl("store_kv", TORCH_BOX(&gristmill::gpu::store_kv));
+  m.impl("mla_store", TORCH_BOX(&gristmill::gpu::mla_store));
+  m.impl("copy_slots", TORCH_BOX(&gristmill::gpu::copy_slots));
+  m.impl("transfer_kv", TORCH_BOX(&gristmill::gpu::transfer_kv));
+}
