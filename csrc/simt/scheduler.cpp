@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "simt/faults.h"
 #include "simt/fiber.h"
 #include "simt/shared.h"
 #include "simt/simt.h"
@@ -143,6 +144,8 @@ class Machine {
   std::exception_ptr exception_;
 };
 
+void on_fault(const char* what);
+
 Machine& machine() {
   static Machine& the_machine = *new Machine;  // outlives whatever runs at exit
   return the_machine;
@@ -193,6 +196,7 @@ void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(co
   exception_ = nullptr;
   failure_.clear();
   try {
+    const FaultGuard faults(&on_fault);
     run_grid();
   } catch (...) {
     current_ = nullptr;
@@ -297,6 +301,13 @@ void Machine::exchange(Warp& warp) {
     thread.state = State::kReady;
   }
   if (threads_[warp.begin].resolve != nullptr) threads_[warp.begin].resolve(meeting);
+}
+
+// On the signal's own stack, which the switch leaves for good. A fault of the emulation itself is not caught.
+void on_fault(const char* what) {
+  if (!machine().is_running()) std::abort();
+  machine().fail_current(what);
+  machine().current().fiber.pause();
 }
 
 void Machine::release_barrier() {

@@ -66,11 +66,15 @@ def _run(command: list[str]) -> None:
 
 
 def _configure(csrc: Path, build: Path) -> None:
-    if (build / "build.ninja").is_file():
-        return
+    selftest = Path(__file__).parent / "kernels.cu" if csrc == CSRC else ""
     command = [str(_tool("cmake")), "-S", str(csrc / "simt"), "-B", str(build), "-G", "Ninja", f"-DCMAKE_CXX_COMPILER={_tool(COMPILER)}"]
     command += [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", f"-DGRISTMILL_SIMT_TORCH={Path(torch.__file__).parent}"]
-    _run([*command, f"-DGRISTMILL_SIMT_ARCH={_instruction_set()}"])
+    command += [f"-DGRISTMILL_SIMT_ARCH={_instruction_set()}", f"-DGRISTMILL_SIMT_SELFTEST={selftest}"]
+    stamp = build / "configured"
+    if stamp.is_file() and stamp.read_text() == " ".join(command):
+        return
+    _run([*command, "--fresh"] if stamp.is_file() else command)
+    stamp.write_text(" ".join(command))
 
 
 def kernel_files(csrc: Path = CSRC) -> list[Path]:
@@ -109,6 +113,15 @@ def build(warp: int, asan: bool = False, ops: Iterable[str] = (), csrc: Path = C
         targets = [f"simt_{suffix}_emulator", *(_object_target(file, suffix) for file in files_of(ops, csrc))]
         _run([*ninja, *targets])
         return _link(build, suffix, targets, asan)
+
+
+def build_selftest(warp: int, asan: bool = False) -> Path:
+    """The library of kernels.cu, which tests the emulation itself."""
+    suffix = suffix_of(warp, asan)
+    with _alone(BUILD):
+        _configure(CSRC, BUILD)
+        _run([str(_tool("ninja")), "-C", str(BUILD), f"-j{JOBS}", f"simt_selftest_{suffix}"])
+    return BUILD / f"libsimt_selftest_{suffix}.so"
 
 
 def _link(build: Path, suffix: str, targets: list[str], asan: bool) -> Path:
