@@ -10,8 +10,8 @@ namespace gristmill::gpu {
 namespace {
 
 constexpr int kMaxPacks = 4;
-constexpr int kMaxThreads = 1024;
 constexpr int kThreadsOfNarrowRows = 128;
+constexpr int kMaxThreads = 512;
 
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, float>, double, float>;
