@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("-k", dest="label", default="", help="only cases whose label contains this")
     parser.add_argument("--drawn", type=int, default=0, help="only so many cases of every op and dtype, drawn by the seed")
     parser.add_argument("--library", type=Path, help="a library that is already built")
+    parser.add_argument("--json", type=Path, help="where to write how many cases of each op passed")
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 
@@ -100,6 +102,8 @@ def _run_on(library: Path, options: argparse.Namespace) -> int:
     print(f"warp={options.warp} order={options.order or [0]} seed={options.seed} asan={options.asan}", flush=True)
     outcomes = _run(options, _cases(options))
     _report(outcomes)
+    if options.json is not None:
+        options.json.write_text(json.dumps(Counter(outcome.op for outcome in outcomes if outcome.status == "passed")))
     status = Counter(outcome.status for outcome in outcomes)
     print(f"{time.perf_counter() - begin:.0f} s, {status['failed']} failures")
     return 0 if status["passed"] and not status["failed"] else 1
