@@ -50,4 +50,5 @@ STABLE_TORCH_LIBRARY_IMPL(gristmill_native, CPU, m) {
   m.impl("apply_penalties", TORCH_BOX(&gristmill::apply_penalties));
   m.impl("pack_weight", TORCH_BOX(&gristmill::pack_weight));
   m.impl("packed_linear", TORCH_BOX(&gristmill::packed_linear));
+  m.impl("skinny_linear", TORCH_BOX(&gristmill::skinny_linear));
 }

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gristmill_kernels.gemm import linear as linear
     from gristmill_kernels.gemm import pack_linear as pack_linear
     from gristmill_kernels.gemm import packed_weight_size as packed_weight_size
+    from gristmill_kernels.gemm import skinny_linear as skinny_linear
     from gristmill_kernels.indices import alloc_decode as alloc_decode
     from gristmill_kernels.indices import alloc_extend as alloc_extend
     from gristmill_kernels.indices import draft_kv_indices as draft_kv_indices
@@ -82,6 +83,7 @@ _HOME = {
     "linear": "gemm",
     "pack_linear": "gemm",
     "packed_weight_size": "gemm",
+    "skinny_linear": "gemm",
     "alloc_decode": "indices",
     "alloc_extend": "indices",
     "draft_kv_indices": "indices",

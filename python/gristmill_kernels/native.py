@@ -103,6 +103,7 @@ PREDICATES: dict[str, Predicate] = {
     "apply_penalties": _float_key,
     "pack_weight": _linear,
     "packed_linear": _linear,
+    "skinny_linear": _linear,
 }
 
 

@@ -31,6 +31,9 @@ SPLIT_TOKENS = 256
 PLAN_VERSION = 2
 PLAN_HEADER = 8
 
+# The most rows that skinny_linear takes.
+SKINNY_ROWS = 16
+
 
 class NormKey(NamedTuple):
     device: str
@@ -344,6 +347,10 @@ _SPECS = (
         "packed_linear(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, SymInt n, SymInt k) -> ()",
         LinearKey,
         lambda out, x, packed, bias, n, k: norm_key(x),
+    ),
+    # the weight as it is stored, [N, K]; x has at most SKINNY_ROWS rows
+    OpSpec(
+        "skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()", LinearKey, lambda out, x, weight, bias: norm_key(x)
     ),
 )
 

@@ -10,6 +10,7 @@ import torch
 
 import gristmill_kernels as gk
 from gristmill_kernels import dispatch
+from tests.kernels import skinny_rows
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -121,6 +122,10 @@ def test_a_linear_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype, 
     whole = gk.linear(x, packed)
     for begin, end in [(0, 1), (1, 3), (5, 6), (7, 16), (16, 33), (33, 70), (69, 70)]:
         assert torch.equal(gk.linear(x[begin:end], packed), whole[begin:end]), f"rows [{begin}, {end})"
+
+
+def test_a_row_of_skinny_linear_stands_alone(seed: int) -> None:
+    assert skinny_rows.check(seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

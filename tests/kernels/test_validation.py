@@ -146,6 +146,10 @@ def linear(**changes: Any) -> None:
     gk.linear(**({"x": torch.zeros(ROWS, DIM), "packed": gk.pack_linear(torch.zeros(5, DIM))} | changes))
 
 
+def skinny(**changes: Any) -> None:
+    gk.skinny_linear(**({"x": torch.zeros(ROWS, DIM), "weight": torch.zeros(5, DIM)} | changes))
+
+
 def plan(**changes: Any) -> None:
     gk.plan_decode(**({"kv_indptr_host": i32(0, 3), "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_v": 8, "num_workers": 2} | changes))
 
@@ -160,6 +164,7 @@ FUNCTIONS = [
     table,
     merge,
     linear,
+    skinny,
     plan,
     layer,
     swiglu,
@@ -228,6 +233,14 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (draw, {"seeds": i32(0, 0, 0)}, TypeError, "sample: seeds has dtype int32, but should be int64"),
     (draw, {"temperature": torch.ones(2)}, ValueError, "sample: temperature has shape (2,), but should be [B] = (3,)"),
     (linear, {"x": torch.zeros(ROWS, 9)}, ValueError, "linear: x has shape (3, 9), but should be [M, 8]"),
+    (skinny, {"x": torch.zeros(17, DIM)}, ValueError, "skinny_linear: x has shape (17, 8), but should be [M, K] with M <= 16"),
+    (skinny, {"x": torch.zeros(DIM)}, ValueError, "skinny_linear: x has shape (8,), but should be [M, K] with M <= 16"),
+    (skinny, {"weight": torch.zeros(5, 9)}, ValueError, "skinny_linear: weight has shape (5, 9), but should be [N, K] = (5, 8)"),
+    (skinny, {"weight": torch.zeros(5)}, ValueError, "skinny_linear: weight has shape (5,), but should be [N, 8]"),
+    (skinny, {"weight": torch.zeros(5, DIM).half()}, TypeError, "skinny_linear: weight has dtype float16, but should be float32"),
+    (skinny, {"weight": torch.zeros(DIM, 5).T}, ValueError, "skinny_linear: weight has strides (1, 5), but its innermost stride"),
+    (skinny, {"bias": torch.zeros(4)}, ValueError, "skinny_linear: bias has shape (4,), but should be [N] = (5,)"),
+    (skinny, {"out": torch.zeros(ROWS, 4)}, ValueError, "skinny_linear: out has shape (3, 4), but should be [M, N] = (3, 5)"),
     (linear, {"x": torch.zeros(ROWS, DIM, dtype=torch.bfloat16)}, TypeError, "linear: x has dtype bfloat16, but should be float32"),
     (linear, {"bias": torch.zeros(4)}, ValueError, "linear: bias has shape (4,), but should be [N] = (5,)"),
     (plan, {"num_workers": 0}, ValueError, "plan_decode: num_workers is 0, but should be at least 1"),

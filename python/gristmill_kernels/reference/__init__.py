@@ -46,6 +46,7 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "apply_penalties": sampling.apply_penalties,
     "pack_weight": gemm.pack_weight,
     "packed_linear": gemm.packed_linear,
+    "skinny_linear": gemm.skinny_linear,
 }
 
 

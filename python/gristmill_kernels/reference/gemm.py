@@ -1,4 +1,4 @@
-"""Linear layers over packed weights in plain PyTorch; the packed form is the row-major weight itself."""
+"""Linear layers in plain PyTorch; the packed form of a weight is the row-major weight itself."""
 
 from __future__ import annotations
 
@@ -16,4 +16,9 @@ def pack_weight(out: Tensor, weight: Tensor) -> None:
 
 def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, n: int, k: int) -> None:
     result = x.double() @ packed.view(n, k).double().T
+    out.copy_(result if bias is None else result + bias.double())
+
+
+def skinny_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    result = x.double() @ weight.double().T
     out.copy_(result if bias is None else result + bias.double())

@@ -6,10 +6,10 @@ import pytest
 
 from gristmill_kernels import dispatch
 from gristmill_kernels.schema import OPS
-from tests.kernels.conformance import cases_attention, cases_indices, cases_kvcache, cases_logits, cases_mla, cases_rows
+from tests.kernels.conformance import cases_attention, cases_indices, cases_kvcache, cases_logits, cases_mla, cases_rows, cases_skinny
 from tests.kernels.conformance.harness import Case, pairs, run_case
 
-MODULES = (cases_rows, cases_kvcache, cases_indices, cases_attention, cases_mla, cases_logits)
+MODULES = (cases_rows, cases_kvcache, cases_indices, cases_attention, cases_mla, cases_logits, cases_skinny)
 CASES = [case for module in MODULES for case in module.all_cases()]
 
 

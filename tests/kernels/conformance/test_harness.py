@@ -469,6 +469,12 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
         "float32 products are bfloat16": _bfloat16_products,
         "the last k is dropped": altered(gemm.packed_linear, x=lambda a: a["x"] * (torch.arange(a["k"]) < a["k"] - 1)),
     },
+    "skinny_linear": {
+        "the bias is ignored": altered(gemm.skinny_linear, bias=None),
+        "the last k is dropped": altered(gemm.skinny_linear, x=lambda a: a["x"] * (torch.arange(a["x"].shape[1]) < a["x"].shape[1] - 1)),
+        "float32 products are bfloat16": altered(gemm.skinny_linear, weight=lambda a: a["weight"].bfloat16()),
+        "a row mixes with its neighbour": altered(gemm.skinny_linear, x=lambda a: a["x"] + 0.001 * a["x"].roll(1, 0)),
+    },
 }  # fmt: skip
 
 
