@@ -16,12 +16,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platform", default=None, help=f"one of {', '.join(staging.available())} (default: detected)")
     parser.add_argument("--out", default="dist", type=Path, help="directory for the sdist and the wheel (default: dist)")
+    parser.add_argument("--build-dir", default=None, help="keep objects here: the next wheel, of any platform, compiles only what changed")
     arguments = parser.parse_args()
     platform = staging.choose_platform({"platform": arguments.platform})
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        built = build(platform, Path(scratch))
+        built = build(platform, Path(scratch), arguments.build_dir)
         for sdist in Path(scratch).glob("*.tar.gz"):
             (out / sdist.name).write_bytes(sdist.read_bytes())
         wheel = repair(built, out)
@@ -31,10 +32,10 @@ def main() -> None:
     print(f"{wheel} is ready")
 
 
-def build(platform: str, out: Path) -> Path:
+def build(platform: str, out: Path, build_dir: str | None) -> Path:
     """The wheel that `python -m build` makes from its own sdist, with the tools of this environment."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "-C", f"platform={platform}", "--outdir", str(out), str(staging.ROOT)]
-    run(command)
+    settings = ["-C", f"platform={platform}", *(["-C", f"build-dir={Path(build_dir).resolve()}"] if build_dir else [])]
+    run([sys.executable, "-m", "build", "--no-isolation", *settings, "--outdir", str(out), str(staging.ROOT)])
     return next(out.glob("*.whl"))
 
 

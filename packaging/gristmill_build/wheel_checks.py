@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -10,10 +11,15 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gristmill_build import fatbin
+
+MAX_BYTES = 100 * 10**6  # of a wheel; what package indexes take
 PACKAGE = "gristmill_kernels/"
 CONTENT = re.compile(r"gristmill_kernels/(?:[a-z0-9_]+/)*(?:[A-Za-z0-9_]+\.pyi?|py\.typed|tuned\.json)")
 HOST = re.compile(r"gristmill_kernels/_host\.(?:cpython-3\d+|abi3)[\w-]*\.so")
 OP_LIBRARY = re.compile(r"gristmill_kernels/_native/libgristmill_[a-z]+_([a-z0-9]+)\.so")
+GPU_LIBRARY = "gristmill_kernels/_native/libgristmill_cuda.so"
+GPU_DESCRIPTION = "gristmill_kernels/_native/libgristmill_cuda.json"
 SYSTEM_LIBRARIES = re.compile(r"lib(?:c|m|dl|pthread|rt|gcc_s)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+")
 # The stable ABI's C functions, or symbols of the C library and the unwinder (they carry a version).
 ALLOWED_SYMBOL = re.compile(r"aoti_torch_\w+|torch_\w+|\w+@(?:GLIBC|GCC)_[\d.]+")
@@ -26,20 +32,57 @@ def check_wheel(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as scratch:
         archive.extractall(scratch)
         names = [info.filename for info in archive.infolist() if not info.is_dir()]
-        return [*content_faults(names, Path(scratch)), *object_faults(wheel, names, Path(scratch))]
+        return [*size_faults(wheel), *content_faults(names, Path(scratch)), *object_faults(wheel, names, Path(scratch))]
+
+
+def size_faults(wheel: Path) -> Iterator[str]:
+    """A wheel that is too large to be uploaded."""
+    if (size := wheel.stat().st_size) >= MAX_BYTES:
+        yield f"the wheel has {size / 1e6:.0f} MB, but has to stay below {MAX_BYTES / 1e6:.0f} MB"
 
 
 def content_faults(names: list[str], root: Path) -> Iterator[str]:
     """Files that do not belong into the wheel, and libraries that are missing from it."""
+    information = runpy.run_path(str(root / PACKAGE / "_build_info.py"))
+    gpu = {GPU_LIBRARY, GPU_DESCRIPTION} if information["PLATFORM"] == "cuda" else set()
     for name in names:
-        if not (CONTENT.fullmatch(name) or HOST.fullmatch(name) or OP_LIBRARY.fullmatch(name) or ".dist-info/" in name):
+        known = CONTENT.fullmatch(name) or HOST.fullmatch(name) or OP_LIBRARY.fullmatch(name) or ".dist-info/" in name
+        if not (known or name in gpu):
             yield f"{name}: does not belong into a wheel"
+    missing = gpu - set(names)
+    yield from (f"{name}: is missing" for name in sorted(missing))
+    if gpu and not missing:
+        yield from image_faults(root)
     if not any(HOST.fullmatch(name) for name in names):
         yield "there is no gristmill_kernels/_host module"
     levels = {match[1] for name in names if (match := OP_LIBRARY.fullmatch(name))}
-    promised = set(runpy.run_path(str(root / PACKAGE / "_build_info.py"))["ISA_LEVELS"])
+    promised = set(information["ISA_LEVELS"])
     if levels != promised:
         yield f"_build_info.py promises levels {sorted(promised)}, but there are libraries for {sorted(levels)}"
+
+
+def image_faults(root: Path) -> Iterator[str]:
+    """GPU code that differs from what loader_gpu.py is told. Files of kernels that only Hopper can run hold its code alone."""
+    promised = frozenset(json.loads((root / GPU_DESCRIPTION).read_text())["archs"])
+    containers = fatbin.images(root / GPU_LIBRARY)
+    if not any(held == promised for held in containers):
+        yield f"{GPU_LIBRARY}: no source file was compiled for {', '.join(sorted(promised))}, as {Path(GPU_DESCRIPTION).name} promises"
+    for held in sorted({tuple(sorted(held)) for held in containers} - {tuple(sorted(promised)), ("sm_90a",)}):
+        yield f"{GPU_LIBRARY}: holds code for {', '.join(held)}, but {', '.join(sorted(promised))} is promised"
+
+
+def needed_faults(name: str, dynamic: str, from_torch: set[str]) -> Iterator[str]:
+    """Libraries that nobody may expect on the user's machine."""
+    for library in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic):
+        if not SYSTEM_LIBRARIES.fullmatch(library) and library not in from_torch:
+            yield f"{name}: needs {library}"
+
+
+def libraries_of_torch(name: str) -> set[str]:
+    """What `import torch` has loaded before an object of this name is opened, and the object may use."""
+    if name == GPU_LIBRARY:
+        return {"libtorch_cpu.so", "libtorch_cuda.so"}
+    return {"libtorch_cpu.so"} if OP_LIBRARY.fullmatch(name) else set()
 
 
 def object_faults(wheel: Path, names: list[str], root: Path) -> Iterator[str]:
@@ -52,10 +95,9 @@ def object_faults(wheel: Path, names: list[str], root: Path) -> Iterator[str]:
         dynamic = tool("readelf", "-dW", path)
         for kind, value in re.findall(r"\((RPATH|RUNPATH)\).*\[(.*)\]", dynamic):
             yield f"{name}: has {kind} {value}"
-        is_op_library = OP_LIBRARY.fullmatch(name) is not None
-        for library in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic):
-            if not SYSTEM_LIBRARIES.fullmatch(library) and not (is_op_library and library == "libtorch_cpu.so"):
-                yield f"{name}: needs {library}"
+        from_torch = libraries_of_torch(name)
+        is_op_library = bool(from_torch)
+        yield from needed_faults(name, dynamic, from_torch)
         undefined = [line.split() for line in tool("nm", "-D", "--undefined-only", path).splitlines()]
         symbols = [name for kind, name in undefined if not (kind == "w" and WEAK_HOOK.fullmatch(name))]
         exported = {line.split()[-1] for line in tool("nm", "-D", "--defined-only", path).splitlines()}

@@ -1,4 +1,4 @@
-"""`python -m gristmill_kernels`: print what the package can do here, as a table or with --json."""
+"""`python -m gristmill_kernels`: print what the package can do here, as a table or with --json. Commands: bench.py and selftest.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from gristmill_kernels import __version__
@@ -49,6 +50,10 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_COMMANDS = {
+    "bench": "times the kernels on this machine",
+    "selftest": "compares them with the reference and writes a report for an issue",
+}
 _PLATFORMS = {"cpu": "CPU", "cuda": "NVIDIA and AMD GPUs", "mps": "Apple GPUs"}
 
 
@@ -62,8 +67,13 @@ def format_platforms(report: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in _COMMANDS:
+        return import_module(f"gristmill_kernels.{arguments[0]}").main(arguments[1:])
     parser = argparse.ArgumentParser(
-        prog="python -m gristmill_kernels", description="What gristmill_kernels can do on this machine, and why."
+        prog="python -m gristmill_kernels",
+        description="What gristmill_kernels can do on this machine, and why.",
+        epilog="Commands: " + "; ".join(f"`{name}` {what}" for name, what in _COMMANDS.items()) + ". Each has a --help of its own.",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--platforms", action="store_true", help="print which implementations there are per op and platform, as Markdown")

@@ -177,6 +177,11 @@ def chosen_family(name: str, key: tuple) -> str:
     return explain(name, key).family
 
 
+def chosen_families() -> dict[str, str]:
+    """Op -> the family that it was last dispatched to, of those used since the last `reset`."""
+    return {name: op._schema.name.split("::")[0].removeprefix(f"{NAMESPACE}_") for (name, _), op in _chosen.items()}
+
+
 def strict() -> bool:
     """Whether a fallback from the preferred implementation is an error."""
     return os.environ.get(STRICT_VARIABLE, "") not in ("", "0")

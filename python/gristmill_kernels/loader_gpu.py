@@ -112,9 +112,14 @@ def why_unusable(library: GpuLibrary, facts: GpuFacts) -> str | None:
         return library.reason
     if facts.torch_hip is not None:
         return f"torch {facts.torch} is built for ROCm, and {LIBRARY} for CUDA"
+    return why_no_gpu(facts) or next(filter(None, (_not_for(*one, library, facts) for one in facts.devices)), None)
+
+
+def why_no_gpu(facts: GpuFacts) -> str | None:
+    """Why torch itself has no NVIDIA GPU here, as a sentence; None if it has one."""
     if facts.torch_cuda is None:
         return f"torch {facts.torch} is built without CUDA"
-    return _no_driver(facts) or _no_device(facts) or next(filter(None, (_not_for(*one, library, facts) for one in facts.devices)), None)
+    return _no_driver(facts) or _no_device(facts)
 
 
 def _no_driver(facts: GpuFacts) -> str | None:

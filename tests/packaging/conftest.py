@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "packaging" / "VERSION").read_text().strip()
+ARCH = "90a"  # the one GPU generation that the session's CUDA wheel holds
 LEVEL = "avx2" if platform.machine() in ("x86_64", "AMD64") else "generic"  # the one level that the session's wheel holds
 
 
@@ -64,13 +66,36 @@ class Built:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """sdist, and the wheel built from that sdist (with one instruction-set level, to keep this short), repaired and checked."""
-    out = tmp_path_factory.mktemp("dist")
-    script = ROOT / "packaging" / "build_wheel.py"
-    done = run(sys.executable, script, "--platform", "cpu", "--out", out, env={**os.environ, "GRISTMILL_ISAS": LEVEL})
-    assert done.returncode == 0, "packaging/build_wheel.py failed"
-    return Built(next(out.glob("*.tar.gz")), next(out.glob("*.whl")))
+def make_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """sdist of a platform and the wheel built from it, with one instruction-set level and one GPU generation to keep this short, repaired
+    and checked. Objects are shared, so that the CPU part of the second wheel is not compiled again."""
+    objects = tmp_path_factory.mktemp("objects")
+
+    def make(platform: str) -> Built:
+        out = tmp_path_factory.mktemp(f"dist_{platform}")
+        script = ROOT / "packaging" / "build_wheel.py"
+        variables = {**os.environ, "GRISTMILL_ISAS": LEVEL, "GRISTMILL_CUDA_ARCHS": ARCH}
+        done = run(sys.executable, script, "--platform", platform, "--build-dir", objects, "--out", out, env=variables)
+        assert done.returncode == 0, "packaging/build_wheel.py failed"
+        return Built(next(out.glob("*.tar.gz")), next(out.glob("*.whl")))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def built(make_wheel: Callable[[str], Built]) -> Built:
+    return make_wheel("cpu")
+
+
+@pytest.fixture(scope="session")
+def built_cuda(make_wheel: Callable[[str], Built]) -> Built:
+    """kernels-cuda, which needs nvcc but neither a GPU nor torch's CUDA build."""
+    nvcc = os.environ.get("CUDACXX") or shutil.which(
+        "nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ['PATH']}"
+    )
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    return make_wheel("cuda")
 
 
 def with_requirements(*names: str) -> dict[str, importlib.metadata.Distribution]:
