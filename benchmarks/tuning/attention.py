@@ -140,14 +140,14 @@ class Latent:
 def _latent_candidate(config: attention_tables.MlaConfig, heads: int) -> Candidate:
     def sources() -> list[tuple[Any, Any]]:
         constants = mla.split_constants(heads, LATENT, ROPE, config)
-        return [(mla._split.source((WIDE, BF16, BF16, BF16, None, INT, INT, None), True, 16, constants), config.options)]
+        return [(mla.split_kernel(config).source((WIDE, BF16, BF16, BF16, None, INT, INT, None), True, 16, constants), config.options)]
 
     return Candidate(attention_tables.entry_of(config, LATENT), config, sources)
 
 
-def _latent_table(heads: int) -> Table:
-    candidates = [_latent_candidate(config, heads) for config in attention_tables.MLA_CANDIDATES[heads]]
-    return Table("mla", heads, candidates, lambda: [Latent(heads, 64, 4096), Latent(heads, 8, 8192)])
+def _latent_table(name: str, heads: int, configs: tuple[attention_tables.MlaConfig, ...]) -> Table:
+    candidates = [_latent_candidate(config, heads) for config in configs]
+    return Table(name, heads, candidates, lambda: [Latent(heads, 64, 4096), Latent(heads, 8, 8192)])
 
 
 def _decode_candidate(config: attention_tables.DecodeConfig) -> Candidate:
@@ -187,6 +187,7 @@ def tables() -> list[Table]:
             [_extend_candidate(config, True) for config in attention_tables.EXTEND_CANDIDATES],
             lambda: [Prefill(4, 4096, True), Prefill(1, 16384, True)],
         ),
-        _latent_table(16),
-        _latent_table(128),
+        _latent_table("mla", 16, attention_tables.MLA_CANDIDATES[16]),
+        _latent_table("mla", 128, attention_tables.MLA_CANDIDATES[128]),
+        _latent_table("mla_hopper", 128, attention_tables.MLA_HOPPER_CANDIDATES),
     ]

@@ -20,7 +20,8 @@ How to add an op (say `merge_state`, in a module `merge.py` of this package):
    `python -m tests.gpu.conformance --family triton --op merge_state` with every dtype.
 
 The interpreter (3.6.0) computes bfloat16 wrongly, so bfloat16 keys are declined there. Float32 dots need `input_precision="ieee"`.
-Nothing here may use a vendor's intrinsics; what differs between vendors belongs into launch.py or tables.py.
+Nothing here may use a vendor's intrinsics; what differs between vendors belongs into launch.py or tables.py. The one exception is
+mla_hopper.py, a kernel in Gluon for sm90 alone beside the portable one of mla.py, which runs wherever the other cannot.
 """
 
 from __future__ import annotations

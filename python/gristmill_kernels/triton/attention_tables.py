@@ -33,7 +33,7 @@ class ExtendConfig(NamedTuple):
 
 
 class MlaConfig(NamedTuple):
-    """All but `programs_per_processor` are part of what a result is."""
+    """All but `programs_per_processor` are part of what a result is. With `hopper` blocks are 64 by 64, and 8 warps share a program."""
 
     block_m: int
     block_n: int
@@ -41,6 +41,7 @@ class MlaConfig(NamedTuple):
     split_tokens: int
     programs_per_processor: int
     options: Options
+    hopper: bool = False  # the kernel of mla_hopper.py
 
 
 # What the tuner tries, by kernel.
@@ -77,6 +78,7 @@ MLA_CANDIDATES = {
         ),
     }.items()
 }  # fmt: skip
+MLA_HOPPER_CANDIDATES = tuple(MlaConfig(64, 64, 1, split_tokens, 16, Options(8, 1), True) for split_tokens in (512, 1024, 1280, 2048))
 
 
 @functools.cache
@@ -141,6 +143,15 @@ def mla_config(arch: str, dtype: torch.dtype, cache_dtype: torch.dtype, latent: 
     if large:
         return MlaConfig(128, 32, 2, 4 * SPLIT_TOKENS, 64, Options(8, 2))
     return MlaConfig(16 if num_heads <= 16 else 32, 32, 1, 2 * SPLIT_TOKENS, 64, Options(4 if num_heads <= 16 else 8, 2))
+
+
+@functools.cache
+def mla_hopper_config(arch: str, dtype: torch.dtype, cache_dtype: torch.dtype, latent: int, rope: int, num_heads: int) -> MlaConfig | None:
+    """The same for mla_hopper.py; None where its kernel cannot run, or where a tile of 64 rows would be mostly empty."""
+    if arch != "sm90" or dtype.itemsize != 2 or cache_dtype is not dtype or (latent, rope) != (512, 64) or num_heads <= 32:
+        return None
+    split_tokens = tables.tuned("mla_hopper", arch, num_heads).get("split_tokens", 4 * SPLIT_TOKENS)
+    return MlaConfig(64, 64, 1, split_tokens, 16, Options(8, 1), True)
 
 
 def _measured(table: str, arch: str, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, head_dim_v: int) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Kernel:
         if divisor > 1:
             claims |= {(place,): divisor for place in range(self._strides.start, self._strides.stop)}
         attributes = {place: [["tt.divisibility", claim]] for place, claim in claims.items()}
-        return ASTSource(fn=self.function, signature=signature, constexprs=fixed, attrs=attributes)
+        return _source_class(self.function)(fn=self.function, signature=signature, constexprs=fixed, attrs=attributes)
 
     def compile_for(self, target: GPUTarget, case: AotCase, arch: str) -> Any:
         """Compile a case, aligned, for a target that need not be here."""
@@ -207,6 +207,15 @@ def use_plain_launch() -> bool:
     """Whether kernels are launched as kernel[grid]: an unknown Triton version, or GRISTMILL_KERNELS_TRITON_PLAIN=1."""
     asked = os.environ.get(PLAIN_VARIABLE, "") not in ("", "0")
     return asked or ".".join(triton.__version__.split(".")[:2]) not in KNOWN_VERSIONS
+
+
+def _source_class(function: Any) -> type[ASTSource]:
+    """What turns a decorated function into IR: kernels of `gluon.jit` have a source of their own."""
+    if not (hasattr(function, "is_gluon") and function.is_gluon()):
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _handle(compiled: Any, device: int, constants: tuple, num_pointers: int) -> Callable:

@@ -2,12 +2,16 @@
 products. Rows of a tile are (query row, head) pairs of one request; several query rows are causal among themselves.
 
 Promise: as in attention_decode.py, and a row does not depend on its place among several query rows either: tiles, splits and blocks depend
-on the number of heads and on dtypes only.
+on the number of heads, on dtypes and on whether rows are aligned to 16 bytes.
+
+Many heads on Hopper GPUs have a split kernel of their own, mla_hopper.py, with the same partial results.
 
 Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.2 and appendix C; Dao et al., Flash-Decoding (2023).
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -63,16 +67,17 @@ def _mla_split_kernel(
 ):  # fmt: skip
     """Partial results of (item, query row, head): float32 weighted sums [.., LATENT], then maxima (powers of 2) and totals.
 
-    With VALUE_PARTS 2 a program sums one half of the values only, which lets it hold twice the rows; both halves compute all scores.
+    Programs of one item follow one another, so that they find its rows in the L2. With VALUE_PARTS 2 a program sums one half of the values
+    only, which lets it hold twice the rows; both halves compute all scores.
     """
     items = tl.load(kv_indptr + batch) // SPLIT + batch
     room = _room(kv_indptr, plan, batch, SPLIT)
-    part = tl.program_id(2)
+    part = tl.program_id(0)
     PART: tl.constexpr = BLOCK_L // VALUE_PARTS
     latent, rope, offset = part * PART + tl.arange(0, PART), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
     other = (1 - part) * PART + tl.arange(0, PART)
     factor = scale * log2_e
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1, disable_licm=True):
+    for item in tl.range(tl.program_id(2), items, tl.num_programs(2), num_stages=1, disable_licm=True):
         request = request_of_item(kv_indptr, item, batch, 1, SPLIT)
         begin = tl.load(kv_indptr + request)
         kv_len = tl.load(kv_indptr + request + 1) - begin
@@ -205,8 +210,10 @@ def mla_decode(
 ) -> None:
     """As the public function. With qo_indptr and no plan the largest q_len is read back from the device: to capture a graph,
     pass a plan."""
-    arch = launch.facts(q_nope.device).arch
-    config = attention_tables.mla_config(arch, q_nope.dtype, kv_cache.dtype, q_nope.shape[2], q_rope.shape[2], q_nope.shape[1])
+    facts = (launch.facts(q_nope.device).arch, q_nope.dtype, kv_cache.dtype, q_nope.shape[2], q_rope.shape[2], q_nope.shape[1])
+    config = attention_tables.mla_hopper_config(*facts)
+    if config is None or not _gluon_works() or not _vectors(q_nope, q_rope, kv_cache, *(() if workspace is None else (workspace,))):
+        config = attention_tables.mla_config(*facts)
     mla_decode_with(config, out, lse, q_nope, q_rope, kv_cache, qo_indptr, kv_indptr, kv_indices, plan, workspace, sm_scale, kv_scale)
 
 
@@ -243,8 +250,8 @@ def mla_decode_with(
         max_items, launch.cdiv(launch.facts(q_nope.device).num_processors * config.programs_per_processor, tiles * config.value_parts)
     )
     strides = (q_nope.stride(0), q_nope.stride(1), q_rope.stride(0), q_rope.stride(1), kv_cache.stride(0))
-    _split(
-        (programs, tiles, config.value_parts),
+    split_kernel(config)(
+        (config.value_parts, tiles, programs),
         (
             workspace, q_nope, q_rope, kv_cache, qo_indptr, kv_indptr, kv_indices, plan,
             *strides, batch, max_q_len, sm_scale * kv_scale,
@@ -267,8 +274,30 @@ def mla_decode_with(
 _MERGE_SPLITS = 4
 
 
+@functools.cache
+def _gluon_works() -> bool:
+    """Gluon is experimental: only the versions it was tried with."""
+    return ".".join(triton.__version__.split(".")[:2]) in launch.KNOWN_VERSIONS
+
+
+def _vectors(*tensors: Tensor) -> bool:
+    """Whether rows of 16-bit elements can be copied 16 bytes at a time."""
+    return not any(tensor.data_ptr() % 16 or any(stride % 8 for stride in tensor.stride()[:-1]) for tensor in tensors)
+
+
+def split_kernel(config: MlaConfig) -> Kernel:
+    """The kernel that a configuration is for. Gluon is imported with the first that needs it."""
+    if not config.hopper:
+        return _split
+    from gristmill_kernels.triton import mla_hopper
+
+    return mla_hopper.split
+
+
 def split_constants(num_heads: int, latent: int, rope: int, config: MlaConfig) -> tuple:
     """Constants of the split kernel, in its order."""
+    if config.hopper:
+        return (num_heads, latent, rope, config.block_m, config.block_n, config.split_tokens)
     blocks = (max(16, launch.next_power_of_2(latent)), max(16, launch.next_power_of_2(rope)))
     return (num_heads, latent, rope, config.block_m, config.block_n, *blocks, config.value_parts, config.split_tokens)
 
@@ -305,7 +334,18 @@ def _aot(arch: str, num_heads: int, cache: torch.dtype = _BF16) -> AotCase:
     return AotCase(label, _split, types, split_constants(num_heads, 512, 64, config), config.options, True, (arch,))
 
 
+def _aot_hopper(dtype: torch.dtype, *plan: torch.dtype | None) -> AotCase:
+    config = attention_tables.mla_hopper_config("sm90", dtype, dtype, 512, 64, 128)
+    assert config is not None
+    types = (_WIDE, dtype, dtype, dtype, plan[0], _INT, _INT, plan[1])
+    return AotCase(
+        f"hopper-{dtype}{'-plan' * (plan[1] is not None)}", split_kernel(config), types, split_constants(128, 512, 64, config),
+        config.options, True, ("sm90",),
+    )  # fmt: skip
+
+
 AOT = [
+    *([_aot_hopper(_BF16, None, None), _aot_hopper(torch.float16, _INT, _INT)] if _gluon_works() else ()),
     *(_aot(arch, heads) for arch in ("gfx90a", "gfx942", "gfx950", "sm90") for heads in (16, 128)),
     AotCase("128", _merge, (_BF16, _WIDE, _WIDE, None, _INT, None), (128, 512, 512, _MERGE_SPLITS, 1024), Options(4, 2)),
 ]
