@@ -1,5 +1,5 @@
-"""One decode step of a transformer layer in plain PyTorch with gristmill_kernels: no engine, no model library. Runs on the CPU, or on the GPU
-if there is one.
+"""One decode step of a transformer layer in plain PyTorch with gristmill_kernels: no engine, no model library. Runs on the CPU, or on
+the GPU if there is one.
 
     python examples/plain_pytorch.py
 """
