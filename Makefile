@@ -19,7 +19,7 @@ help:
 	@echo "make lint    ruff, mypy, clang-format      make format   apply them"
 	@echo "make fuzz    many more random schedules of the step protocol"
 	@echo "make bench   CPU benchmarks against PyTorch and transformers"
-	@echo "make wheel PLATFORM=cpu   build and check a kernels wheel in dist/"
+	@echo "make wheel PLATFORM=cpu   build and check a kernels wheel in dist/ (or PLATFORM=cuda; GRISTMILL_CUDA_ARCHS=90a for fewer GPUs)"
 
 $(VENV)/.base: requirements/base.txt requirements/build.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,12 +49,12 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu')
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu')
 
 fuzz: dev
 	$(BIN)/python -m tests.runtime.scheduler.simulator 0 $(FUZZ_SCHEDULES)

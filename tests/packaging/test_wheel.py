@@ -53,8 +53,10 @@ def test_every_python_file_of_the_package_is_in_the_wheel(built, root: Path) -> 
 
 
 def test_the_runtime_accepts_this_version(root: Path) -> None:
-    (requirement,) = re.findall(r'"kernels-cpu(.+)"', (root / "runtime" / "pyproject.toml").read_text())
-    assert (root / "packaging" / "VERSION").read_text().strip() in SpecifierSet(requirement)
+    version = (root / "packaging" / "VERSION").read_text().strip()
+    for name in ("kernels-cpu", "kernels-cuda"):
+        (requirement,) = re.findall(rf'"{name}(.+)"', (root / "runtime" / "pyproject.toml").read_text())
+        assert version in SpecifierSet(requirement)
 
 
 def test_no_build_file_asks_for_the_building_machine_or_for_fast_math(root: Path) -> None:
