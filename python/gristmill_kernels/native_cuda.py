@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gristmill_kernels.checks import FLOAT8_DTYPES, FLOAT_DTYPES, name_of
-from gristmill_kernels.schema import RopeStoreKey, StoreKey
+from gristmill_kernels.schema import AttentionKey, RopeStoreKey, StoreKey
 
 
 def _any_key(key: Any) -> str | None:
@@ -29,6 +29,26 @@ def _cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         return f"dtype {name_of(dtype)} is not float32, float16 or bfloat16"
     if cache_dtype is not dtype and cache_dtype not in FLOAT8_DTYPES:
         return f"the cache is {name_of(cache_dtype)}, neither {name_of(dtype)} like the rows nor an 8-bit float"
+    return None
+
+
+_MMA_WIDTHS = (64, 128, 256)
+_MMA_GROUP = 16
+
+
+def _decode(key: AttentionKey) -> str | None:
+    """On a GPU only what the tensor-core kernel takes; the general one is slower than Triton's, and correct."""
+    refusal = _cache(key.dtype, key.cache_dtype)
+    if refusal is None and (key.head_dim > 576 or key.head_dim_v > 576 or key.head_dim_v % 4):
+        refusal = f"head_dim {key.head_dim} and {key.head_dim_v} are not at most 576, the latter a multiple of 4"
+    if refusal is not None or key.device == "cpu":  # the emulation
+        return refusal
+    if key.dtype is torch.float32 or key.cache_dtype is not key.dtype:
+        return f"Triton is faster for {name_of(key.dtype)} over a cache of {name_of(key.cache_dtype)}"
+    if key.head_dim != key.head_dim_v or key.head_dim not in _MMA_WIDTHS:
+        return f"Triton is faster for head_dim {key.head_dim} and {key.head_dim_v}"
+    if key.num_qo_heads > _MMA_GROUP * key.num_kv_heads:
+        return f"Triton is faster for more than {_MMA_GROUP} query heads per KV head"
     return None
 
 
@@ -60,7 +80,7 @@ INDICES: dict[str, Callable[[Any], str | None]] = {}
 LOGITS: dict[str, Callable[[Any], str | None]] = {}
 
 # attention
-ATTENTION: dict[str, Callable[[Any], str | None]] = {}
+ATTENTION: dict[str, Callable[[Any], str | None]] = {"decode_attention": _decode}
 
 # skinny linear layers
 LINEAR: dict[str, Callable[[Any], str | None]] = {"skinny_linear": _float_key}
