@@ -179,7 +179,7 @@ def chosen_family(name: str, key: tuple) -> str:
 
 def chosen_families() -> dict[str, str]:
     """Op -> the family that it was last dispatched to, of those used since the last `reset`."""
-    return {name: op._schema.name.split("::")[0].removeprefix(f"{NAMESPACE}_") for (name, _), op in _chosen.items()}
+    return {name: str(op).removeprefix(f"{NAMESPACE}_").split(".")[0] for (name, _), op in _chosen.items()}
 
 
 def strict() -> bool:

@@ -381,8 +381,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def _written(name: str) -> list[bool]:
     """Which arguments an op writes, by its schema."""
-    arguments = dispatch.overload(name, "reference")._schema.arguments
-    return [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    op: Any = dispatch.overload(name, "reference")
+    return [argument.alias_info is not None and argument.alias_info.is_write for argument in op._schema.arguments]
 
 
 def _expected(name: str, case: Case) -> list[Any]:
@@ -395,7 +395,8 @@ def _expected(name: str, case: Case) -> list[Any]:
 def _call(name: str, family: str, args: list[Any]) -> None:
     if name == "packed_linear":  # the weight itself stands where its packed form goes
         weight = args[2]
-        packed = torch.empty(_registry.packed_weight_numel(family, *weight.shape, weight.dtype), dtype=weight.dtype, device=weight.device)
+        n, k = weight.shape
+        packed = torch.empty(_registry.packed_weight_numel(family, n, k, weight.dtype), dtype=weight.dtype, device=weight.device)
         dispatch.overload("pack_weight", family)(packed, weight)
         args = [*args[:2], packed, *args[3:]]
     dispatch.overload(name, family)(*args)
@@ -527,7 +528,7 @@ def main(arguments: list[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the report tells of a fallback
         outcomes = list(run(options.device, family=options.family, ops=options.op, seed=options.seed))
-        report = {"capabilities": capabilities()}
+        report: dict[str, Any] = {"capabilities": capabilities()}
     failures = [outcome for outcome in outcomes if outcome.status == "failed"]
     passed = sum(outcome.status == "passed" for outcome in outcomes)
     for outcome in failures[:20]:
