@@ -15,46 +15,118 @@ namespace {
 constexpr int kMergeWarps = 4;
 constexpr int kBlocksPerProcessor = 64;  // pieces beyond that many blocks are taken in turn
 
-// One block per request and query head: warp w sums pieces w, w + kMergeWarps, ...
+// Sums of one query head over the pieces of its request. Warp w has pieces w, w + kMergeWarps, ...; pieces are weighed
+// kRound at a time, and everything that a thread reads of a round is asked for before the first answer is needed.
 template <typename T>
-__global__ void __launch_bounds__(kMergeWarps* kWarp) decode_merge_kernel(const DecodeProblem p) {
+struct Merge {
+  static constexpr int kThreads = kMergeWarps * kWarp;
+  static constexpr int kRound = kThreads;
+  static constexpr int kAhead = 8;
+  static constexpr int kColumns = 4;  // per lane and step
+
+  const DecodeProblem& p;
+  int64_t first_piece;
+  int32_t head;
+  float* weights;  // of a round, in shared memory
+  float* scratch;  // of kMergeWarps
+
+  // The largest of a value in every thread.
+  __device__ float largest_of(float value) const {
+    value = warp_max(value);
+    sync_block();  // what the scratch held has been read
+    if (lane_index() == 0) scratch[warp_index()] = value;
+    sync_block();
+    for (int w = 0; w < kMergeWarps; ++w) value = fmaxf(value, scratch[w]);
+    return value;
+  }
+  __device__ float sum_of(float value) const {
+    value = warp_sum(value);
+    sync_block();
+    if (lane_index() == 0) scratch[warp_index()] = value;
+    sync_block();
+    value = scratch[0];
+    for (int w = 1; w < kMergeWarps; ++w) value += scratch[w];
+    return value;
+  }
+
+  // Adds pieces [begin, end), whose weights are known, to this warp's sums of columns [first, first + kColumns).
+  __device__ void add(int32_t begin, int32_t end, int32_t first, const Pack<float, kColumns> (&ahead)[kAhead],
+                      float (&sums)[kColumns]) const {
+    for (int32_t base = begin + warp_index(); base < end; base += kMergeWarps * kAhead) {
+      Pack<float, kColumns> parts[kAhead];
+      read(base, end, first, parts, base == begin + warp_index() ? &ahead : nullptr);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int32_t piece = base + i * kMergeWarps;
+        const float weight = piece < end ? weights[piece - begin] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) sums[j] = weight != 0 ? fmaf(parts[i][j], weight, sums[j]) : sums[j];
+      }
+    }
+  }
+  __device__ void read(int32_t base, int32_t end, int32_t first, Pack<float, kColumns> (&parts)[kAhead],
+                       const Pack<float, kColumns> (*known)[kAhead] = nullptr) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int32_t piece = base + i * kMergeWarps;
+      if (known != nullptr) {
+        parts[i] = (*known)[i];
+      } else if (piece < end && first < p.head_dim_v) {
+        parts[i] = load_pack<kColumns>(p.sums(first_piece + piece, head) + first);
+      }
+    }
+  }
+};
+
+// One block per request and query head.
+template <typename T>
+__global__ void __launch_bounds__(Merge<T>::kThreads) decode_merge_kernel(const DecodeProblem p) {
+  using M = Merge<T>;
+  constexpr int kSteps = (kMaxHeadDim + M::kColumns * kWarp - 1) / (M::kColumns * kWarp);
   GRISTMILL_SHARED(float, partial, kMergeWarps* kMaxHeadDim);
-  GRISTMILL_SHARED(float, totals, kMergeWarps);
+  GRISTMILL_SHARED(float, weights, M::kRound);
+  GRISTMILL_SHARED(float, scratch, kMergeWarps);
   const int32_t request = static_cast<int32_t>(blockIdx.x), head = static_cast<int32_t>(blockIdx.y);
   const int32_t kv_len = p.kv_indptr[request + 1] - p.kv_indptr[request];
   const int32_t low = p.first_seen(kv_len) / kSplit, high = (kv_len + kSplit - 1) / kSplit;
-  const int64_t base_piece = p.first_piece(request);
-  const int warp = warp_index(), lane = lane_index();
-
+  const M merge = {p, p.first_piece(request), head, weights, scratch};
   float largest = p.sinks != nullptr ? p.sinks[head] * kLog2E : -INFINITY;
-  const float sink = largest;
-  for (int32_t i = low + lane; i < high; i += kWarp) largest = fmaxf(largest, p.largest(base_piece + i)[head]);
-  largest = warp_max(largest);
-  const float base = largest == -INFINITY ? 0.0f : largest;
-
-  float total = 0;
-  for (int32_t i = low + warp; i < high; i += kMergeWarps) {
-    total += p.total(base_piece + i)[head] * exp2_fast(p.largest(base_piece + i)[head] - base);
-  }
-  if (lane == 0) totals[warp] = total;
-  for (int32_t first = lane * 4; first < p.head_dim_v; first += 4 * kWarp) {
-    float sum[4] = {};
-#pragma unroll 8
-    for (int32_t i = low + warp; i < high; i += kMergeWarps) {
-      const float weight = exp2_fast(p.largest(base_piece + i)[head] - base);
-      const auto part = load_pack<4>(p.sums(base_piece + i, head) + first);
+  float total = largest == -INFINITY ? 0.0f : 1.0f;
+  float sums[kSteps][M::kColumns] = {};
+  for (int32_t begin = low; begin < high; begin += M::kRound) {
+    const int32_t end = begin + M::kRound < high ? begin + M::kRound : high, mine = begin + thread_index();
+    const float one = mine < end ? p.largest(merge.first_piece + mine)[head] : -INFINITY;
+    const float part = mine < end ? p.total(merge.first_piece + mine)[head] : 0.0f;
+    Pack<float, M::kColumns> ahead[M::kAhead];
+    merge.read(begin + warp_index(), end, lane_index() * M::kColumns, ahead);
+    const float most = fmaxf(largest, merge.largest_of(one));
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float weight = exp2_fast(one - base), rescale = exp2_fast(largest - base);
+    weights[thread_index()] = weight;
+    total = total * rescale + merge.sum_of(part * weight);  // its barriers publish the weights too
+    largest = most;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] = fmaf(part[j], weight, sum[j]);
+    for (int step = 0; step < kSteps; ++step) {
+      const int32_t first = (step * kWarp + lane_index()) * M::kColumns;
+      if (first >= p.head_dim_v) break;
+#pragma unroll
+      for (int j = 0; j < M::kColumns; ++j) sums[step][j] *= rescale;
+      if (step > 0) merge.read(begin + warp_index(), end, first, ahead);
+      merge.add(begin, end, first, ahead, sums[step]);
     }
+    sync_block();  // the weights have been read
+  }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) partial[warp * kMaxHeadDim + first + j] = sum[j];
+  for (int step = 0; step < kSteps; ++step) {
+    const int32_t first = (step * kWarp + lane_index()) * M::kColumns;
+    if (first >= p.head_dim_v) break;
+#pragma unroll
+    for (int j = 0; j < M::kColumns; ++j) partial[warp_index() * kMaxHeadDim + first + j] = sums[step][j];
   }
   sync_block();
-  total = p.sinks != nullptr && sink != -INFINITY ? exp2_fast(sink - base) : 0.0f;
-  for (int w = 0; w < kMergeWarps; ++w) total += totals[w];
   const float factor = p.v_scale / (total == 0 ? 1.0f : total);
   T* const out = static_cast<T*>(p.out) + request * p.out_row + head * p.out_head;
-  for (int32_t column = thread_index(); column < p.head_dim_v; column += kMergeWarps * kWarp) {
+  for (int32_t column = thread_index(); column < p.head_dim_v; column += M::kThreads) {
     float sum = partial[column];
     for (int w = 1; w < kMergeWarps; ++w) sum += partial[w * kMaxHeadDim + column];
     out[column] = from_float<T>(sum * factor);

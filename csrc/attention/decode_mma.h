@@ -24,20 +24,19 @@ struct MmaDecode {
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kTileBytes = 2 * kTile * kRowBytes;  // keys, then values
   static constexpr int kTilesPerWarp = kSplit / (kTile * kWarps);
-  static constexpr int kSlotRegisters = (kTilesPerWarp * kTile + 31) / 32;
-  static constexpr int kSharedBytes = kWarps * kStages * kTileBytes;
+  static constexpr int kSlotsPerWarp = kTilesPerWarp * kTile;
+  static constexpr int kRingBytes = kWarps * kStages * kTileBytes;
+  static constexpr int kSharedBytes = kRingBytes + kSplit * 4;
   static constexpr int kRows = kTwoHalves ? 16 : 8;
-  static_assert(kSplit % (kTile * kWarps) == 0 && kTilesPerWarp % 2 == 0);
-  static_assert(kWarps * kRows * (kDim + 2) * 4 <= kSharedBytes, "the warps' results meet in the ring's memory");
+  static_assert(kSplit % (kTile * kWarps) == 0 && kSlotsPerWarp % 32 == 0);
+  static_assert(kWarps * kRows * (kDim + 2) * 4 <= kRingBytes, "the warps' results meet in the ring's memory");
 
   const DecodeProblem& p;
   const Piece& piece;
   int32_t kv_head;
   unsigned char* ring;
+  int32_t* slots;  // of this warp's tiles, in shared memory; -1 where nothing is seen
   int warp, lane, g, t;
-  // Slots of this warp's tiles, 32 per register: two tiles, one in each half of the lanes.
-  int32_t slots[kSlotRegisters];
-  uint32_t seen[kSlotRegisters];
   uint32_t q[kDim / 16][4];
   float sums[kDim / 8][4];
   float largest[2], total[2];
@@ -47,6 +46,7 @@ struct MmaDecode {
         piece(where),
         kv_head(head),
         ring(memory + warp_index() * kStages * kTileBytes),
+        slots(reinterpret_cast<int32_t*>(memory + kRingBytes) + warp_index() * kSlotsPerWarp),
         warp(warp_index()),
         lane(lane_index()),
         g(lane / 4),
@@ -56,13 +56,15 @@ struct MmaDecode {
   __device__ int32_t position_of(int tile) const { return piece.begin + (tile * kWarps + warp) * kTile; }
 
   __device__ void load_slots() {
+    int32_t mine[kSlotsPerWarp / 32];
 #pragma unroll
-    for (int r = 0; r < kSlotRegisters; ++r) {
-      const int32_t position = position_of(2 * r + lane / kTile) + lane % kTile;
-      slots[r] = position < piece.end && position >= piece.first_seen ? piece.list[position] : -1;
+    for (int i = 0; i < kSlotsPerWarp / 32; ++i) {
+      const int32_t position = position_of(2 * i + lane / kTile) + lane % kTile;
+      mine[i] = position < piece.end && position >= piece.first_seen ? piece.list[position] : -1;
     }
 #pragma unroll
-    for (int r = 0; r < kSlotRegisters; ++r) seen[r] = static_cast<uint32_t>(ballot(slots[r] >= 0));
+    for (int i = 0; i < kSlotsPerWarp / 32; ++i) slots[i * 32 + lane] = mine[i];
+    sync_warp();
   }
 
   __device__ void load_q() {
@@ -78,28 +80,24 @@ struct MmaDecode {
     }
   }
 
-  __device__ unsigned char* stage(int tile) const { return ring + tile % kStages * kTileBytes; }
   __device__ static int chunk_offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) * 16); }
 
-  // Starts the copies of a tile; slots that are not seen become zeros.
-  template <int kTileNumber>
-  __device__ void fetch() {
-    constexpr int kRowsAtOnce = 32 / kChunks > 0 ? 32 / kChunks : 1;
-    constexpr int kPasses = kChunks > 32 ? kChunks / 32 : 1;
-    unsigned char* const keys = stage(kTileNumber);
+  // Starts the copies of a tile into a stage of the ring; slots that are not seen become zeros.
+  __device__ void fetch(int tile, int stage) const {
+    constexpr int kRowsAtOnce = 32 / kChunks;
+    static_assert(kRowsAtOnce >= 1);
+    unsigned char* const keys = ring + stage * kTileBytes;
     unsigned char* const values = keys + kTile * kRowBytes;
+    const int chunk = lane % kChunks;
+    const T* const key = static_cast<const T*>(p.k) + kv_head * p.k_head + chunk * 8;
+    const T* const value = static_cast<const T*>(p.v) + kv_head * p.v_head + chunk * 8;
 #pragma unroll
     for (int i = 0; i < kTile / kRowsAtOnce; ++i) {
-      const int row = i * kRowsAtOnce + (kChunks < 32 ? lane / kChunks : 0);
-      const int32_t slot = shuffle(slots[kTileNumber / 2], kTileNumber % 2 * kTile + row);
-      const T* const key = static_cast<const T*>(p.k) + (slot < 0 ? 0 : slot) * p.k_slot + kv_head * p.k_head;
-      const T* const value = static_cast<const T*>(p.v) + (slot < 0 ? 0 : slot) * p.v_slot + kv_head * p.v_head;
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int chunk = lane % kChunks + pass * 32;
-        copy_async_16(keys + chunk_offset(row, chunk), key + chunk * 8, slot >= 0);
-        copy_async_16(values + chunk_offset(row, chunk), value + chunk * 8, slot >= 0);
-      }
+      const int row = i * kRowsAtOnce + lane / kChunks;
+      const int32_t slot = slots[tile * kTile + row];
+      const int64_t from = slot < 0 ? 0 : slot;
+      copy_async_16(keys + chunk_offset(row, chunk), key + from * p.k_slot, slot >= 0);
+      copy_async_16(values + chunk_offset(row, chunk), value + from * p.v_slot, slot >= 0);
     }
   }
 
@@ -159,11 +157,10 @@ struct MmaDecode {
     }
   }
 
-  template <int kTileNumber>
-  __device__ void compute() {
-    const uint32_t mask = seen[kTileNumber / 2] >> (kTileNumber % 2 * kTile) & 0xffffu;
+  __device__ void compute(int tile, int stage) {
+    const uint32_t mask = static_cast<uint32_t>(ballot(slots[tile * kTile + lane % kTile] >= 0)) & 0xffffu;
     if (mask == 0) return;
-    const unsigned char* const keys = stage(kTileNumber);
+    const unsigned char* const keys = ring + stage * kTileBytes;
     float s[2][4] = {};
     multiply_keys(keys, s);
     soften(s, mask);
@@ -173,36 +170,30 @@ struct MmaDecode {
     multiply_values(keys + kTile * kRowBytes, weights);
   }
 
-  template <int kTileNumber>
-  __device__ void step() {
-    if constexpr (kTileNumber < kTilesPerWarp) {
-      copy_async_wait<kStages - 2>();
-      sync_warp();  // every lane's copies of the tile are there, and every lane is done with the one before
-      if constexpr (kTileNumber + kStages - 1 < kTilesPerWarp) fetch<kTileNumber + kStages - 1>();
-      copy_async_commit();
-      compute<kTileNumber>();
-      step<kTileNumber + 1>();
-    }
-  }
-
-  template <int kTileNumber>
-  __device__ void begin() {
-    if constexpr (kTileNumber < kStages - 1) {
-      fetch<kTileNumber>();
-      copy_async_commit();
-      begin<kTileNumber + 1>();
-    }
-  }
-
   __device__ void run() {
     load_slots();
-    begin<0>();
+#pragma unroll
+    for (int tile = 0; tile < kStages - 1; ++tile) {
+      fetch(tile, tile);
+      copy_async_commit();
+    }
     load_q();
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0;
     largest[0] = largest[1] = -INFINITY;
     total[0] = total[1] = 0;
-    step<0>();
+    int stage = 0, next_stage = kStages - 1;
+    // Not unrolled: the code of several tiles does not fit into the instruction cache.
+#pragma unroll 1
+    for (int tile = 0; tile < kTilesPerWarp; ++tile) {
+      copy_async_wait<kStages - 2>();
+      sync_warp();  // every lane's copies of the tile are there, and every lane is done with the one before
+      if (tile + kStages - 1 < kTilesPerWarp) fetch(tile + kStages - 1, next_stage);
+      copy_async_commit();
+      compute(tile, stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+    }
     copy_async_wait<0>();
   }
 
