@@ -1,8 +1,10 @@
-"""Attention kernels on one GPU beside FlashInfer and cuDNN, in one process, over the same inputs.
+"""Kernels on one GPU: attention beside FlashInfer and cuDNN, in one process, over the same inputs; and with `--memory` what the bandwidth of
+memory limits, our families beside PyTorch (benchmarks/gpu/memory.py).
 
     python benchmarks/gpu_kernels.py                                    # ours alone: needs torch and triton only
     python benchmarks/gpu_kernels.py --flashinfer WHEEL_DIR_OR_PATH ... # puts unpacked or packed wheels (flashinfer-python,
                                                                         # apache-tvm-ffi) on the path; it compiles for a few minutes
+    python benchmarks/gpu_kernels.py --memory                           # norms, rope, stores, sampling, skinny_linear: GB/s
 
 Every repetition times each peer once, ours first and last in turn, with CUDA events over a flushed L2; a ratio is the median of the ratios
 of one repetition (above 1: ours is faster), so drift of the clocks cancels. bfloat16, slots of the pool scattered at page size 1. A peer
@@ -27,6 +29,7 @@ sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "python")) if path not i
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.gpu import memory  # noqa: E402
 from benchmarks.tuning import FLUSH_BYTES  # noqa: E402
 from gristmill_kernels import dispatch  # noqa: E402
 from gristmill_kernels.attention import decode_attention, extend_attention, ragged_attention  # noqa: E402
@@ -254,12 +257,24 @@ def add_wheels(paths: list[Path]) -> None:
             sys.path.insert(0, str(target))
 
 
+def run_memory(result: dict[str, Any], rows: str) -> None:
+    del result["family"]  # all of them
+    result["ceilings TB/s"] = ceilings = memory.ceilings(result["repeats"])
+    print(f"ceilings: copy {ceilings['copy']:.2f} TB/s, read {ceilings['read']:.2f} TB/s; xN: times as long as the first of ours")
+    for row in memory.memory_rows():
+        if rows in row.name:
+            result["rows"].append(record := memory.run_row(row, ceilings, result["repeats"]))
+            print(memory.show(record), flush=True)
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flashinfer", type=Path, nargs="*", default=[], help="wheels, folders of wheels, or unpacked packages")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--repeats", type=int, default=21, help="repetitions per row")
     parser.add_argument("--family", default="triton", choices=dispatch.FAMILIES, help="our implementation")
+    parser.add_argument("--memory", action="store_true", help="the rows that memory bandwidth limits, instead of attention")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON file")
     args = parser.parse_args()
     add_wheels(args.flashinfer)
@@ -276,14 +291,17 @@ def main() -> None:
         "repeats": args.repeats,
         "rows": [],
     }
-    with dispatch.using(args.family):
-        for row in ROWS:
-            if args.rows in row.name:
-                result["rows"].append(record := run_row(row, args.repeats))
-                print(show(record), flush=True)
-                torch.cuda.empty_cache()
+    if args.memory:
+        run_memory(result, args.rows)
+    else:
+        with dispatch.using(args.family):
+            for row in ROWS:
+                if args.rows in row.name:
+                    result["rows"].append(record := run_row(row, args.repeats))
+                    print(show(record), flush=True)
+                    torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"gpu_kernels-{result['date']}.json"
+    path = args.out / f"gpu_{'memory' if args.memory else 'kernels'}-{result['date']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
 
