@@ -1,5 +1,5 @@
-"""Kernels on one GPU: attention beside FlashInfer and cuDNN, in one process, over the same inputs; and with `--memory` what the bandwidth of
-memory limits, our families beside PyTorch (benchmarks/gpu/memory.py).
+"""Kernels on one GPU: attention beside FlashInfer and cuDNN, in one process, over the same inputs; and with `--memory` the rows that memory
+bandwidth limits, our families beside PyTorch (benchmarks/gpu/memory.py).
 
     python benchmarks/gpu_kernels.py                                    # ours alone: needs torch and triton only
     python benchmarks/gpu_kernels.py --flashinfer WHEEL_DIR_OR_PATH ... # puts unpacked or packed wheels (flashinfer-python,

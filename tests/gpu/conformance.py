@@ -105,6 +105,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="processes (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu_conformance.json", help="default: %(default)s")
     options = parser.parse_args()
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("tests.gpu.conformance runs kernels on a GPU, and torch sees none (--device cpu tests the CPU)")
     environment, begin = _environment(options), time.perf_counter()
     print(" ".join(f"{name}={value}" for name, value in environment.items()), flush=True)
     if options.jobs == 1:

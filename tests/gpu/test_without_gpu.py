@@ -12,9 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("options", [[], ["--memory"]], ids=["attention", "memory"])
-def test_the_benchmark_says_that_there_is_no_gpu(options: list[str]) -> None:
+COMMANDS = {
+    "attention benchmark": ["benchmarks/gpu_kernels.py"],
+    "memory benchmark": ["benchmarks/gpu_kernels.py", "--memory"],
+    "conformance": ["-m", "tests.gpu.conformance"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_for_gpus_says_that_there_is_none(name: str) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_kernels.py"), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *COMMANDS[name]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "torch sees none" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,42 @@
+"""With a GPU, the conformance suite of every family on it and the rows of skinny_linear; without one, skipped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gristmill_kernels import dispatch
+from tests.kernels import skinny_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("family", ["native", "triton"])
+def test_conformance(family: str, seed: int, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu.conformance",
+        "--family",
+        family,
+        "--seed",
+        str(seed),
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_row_of_skinny_linear_stands_alone(seed: int) -> None:
+    reason = dispatch.why_not("skinny_linear", "native", ("cuda", torch.bfloat16))
+    if reason is not None:
+        pytest.skip(reason)
+    with dispatch.using("native"):
+        assert skinny_rows.check(seed, "cuda")
