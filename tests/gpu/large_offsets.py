@@ -44,9 +44,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"), help="default: a fresh one, printed")
     options = parser.parse_args()
     from tests.kernels import test_large_offsets as module
+    from tests.kernels.conformance.harness import key_on
+    from tests.kernels.conformance.test_conformance import CASES
 
     module.generator = lambda seed: torch.Generator(options.device).manual_seed(seed)
     print(f"family={options.family} device={options.device} seed={options.seed}")
+    for case in CASES:  # a family may attach its kernels when it is first asked for one
+        dispatch.why_not(case.op, options.family, key_on(case, torch.device(options.device).type))
     failures = 0
     for name, function, arguments in _calls(module, options.family, options.seed):
         begin = time.perf_counter()

@@ -281,8 +281,10 @@ def _gluon_works() -> bool:
 
 
 def _vectors(*tensors: Tensor) -> bool:
-    """Whether rows of 16-bit elements can be copied 16 bytes at a time."""
-    return not any(tensor.data_ptr() % 16 or any(stride % 8 for stride in tensor.stride()[:-1]) for tensor in tensors)
+    """Whether the compiler will know that rows of 16-bit elements can be copied 16 bytes at a time; `kernel[grid]` tells it of strides
+    that are multiples of 16 only."""
+    step = 16 if launch.use_plain_launch() else 8
+    return not any(tensor.data_ptr() % 16 or any(stride % step for stride in tensor.stride()[:-1]) for tensor in tensors)
 
 
 def split_kernel(config: MlaConfig) -> Kernel:

@@ -74,6 +74,15 @@ def test_rows_that_are_not_aligned_are_left_to_the_portable_kernel(monkeypatch: 
     assert decode(monkeypatch, "sm90", packed[..., :512], packed[..., 512:], cache)
 
 
+def test_a_plain_launch_needs_strides_that_are_multiples_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    q_nope, q_rope, _ = rows(128, BF16)
+    cache = torch.zeros(4, 584, dtype=BF16)[:, :576]
+    assert decode(monkeypatch, "sm90", q_nope, q_rope, cache)
+    monkeypatch.setattr(launch, "use_plain_launch", lambda: True)
+    assert not decode(monkeypatch, "sm90", q_nope, q_rope, cache)
+    assert decode(monkeypatch, "sm90", *rows(128, BF16))
+
+
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in mla.AOT if case.label.startswith("hopper")])
 def test_matrix_instructions_stay_asynchronous(case: AotCase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(CACHE))
