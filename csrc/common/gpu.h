@@ -134,26 +134,6 @@ __device__ inline void copy_async_wait() {
 #endif
 }
 
-// Asks for the 128 bytes at a global address to be brought into the second-level cache, which all launches share.
-__device__ inline void prefetch_global(const void* address) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
-// For launches that may begin while the one before them on the stream still runs (Launch::early): it may from the call
-// of let_next_grid_start on, and all that earlier launches wrote is there once wait_for_earlier_grids returns. Before
-// that, nothing may be read or written but by prefetch_global.
-__device__ inline void let_next_grid_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ inline void wait_for_earlier_grids() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // Tensor-core products of a warp of 32. Fragments as PTX defines them for ldmatrix and mma.sync.m16n8k16.
 #if !defined(__HIPCC__)
 #define GRISTMILL_HAS_MMA 1

@@ -69,75 +69,69 @@ __device__ inline Eight load_eight(const T* row, int k, int width, bool present)
 }
 
 // For 16-bit types. The rows of x are the rows of a tensor-core product, rows of the weight its columns. Within a step
-// a lane reads 16 bytes of a row at once and the product's order of K is permuted to fit, in both operands alike: so
-// every lane multiplies what it copied itself, and the ring needs no barrier. kTall: m may exceed 8. kEarly: launched
-// while the grid before still runs.
-template <typename T, int kTiles, int kStages, bool kTall, bool kWide, int kWarps = kSkinnyWarps, bool kEarly = false>
-__global__ void __launch_bounds__(kWarps * 32) skinny_mma_kernel(SkinnyArguments<T> args) {
+// a lane multiplies 16 bytes of a row at once, and the product's order of K is permuted to fit, in both operands alike.
+// A warp copies whole lines of 128 bytes into a ring of its own, so no barrier of the block is needed. kTall: m may
+// exceed 8.
+template <typename T, int kTiles, int kStages, bool kTall, bool kWide>
+__global__ void __launch_bounds__(kSkinnyWarps * 32) skinny_mma_kernel(SkinnyArguments<T> args) {
   static_assert(kWarp == 32 && kStages >= 2);
-  constexpr int kStepWidth = 64;
-  constexpr int kHalves = 2;  // of a step, 32 elements each
-  constexpr int kPieces = kTiles * kHalves;
-  constexpr int kThreads = kWarps * 32;
+  constexpr int kStepWidth = 64;  // elements of a row: a line
+  constexpr int kHalves = 2;      // of a step, 32 elements each
+  constexpr int kLanePieces = 8;  // lanes that copy a line together, 16 bytes each
+  constexpr int kStagePieces = kTiles * 8 * kLanePieces;
+  constexpr int kCopies = kStagePieces / 32;
   constexpr int kColumns = kTiles * 8;
   constexpr int kSumRows = kTall ? 16 : 8;
-  GRISTMILL_SHARED(float, sums, kWarps * kSumRows * kColumns);
-  Eight* const ring = dynamic_shared<Eight>();  // [kStages][kPieces][kThreads]
-  const int thread = thread_index(), warp = warp_index();
-  const int group = lane_index() / 4, quarter = lane_index() % 4;
+  GRISTMILL_SHARED(float, sums, kSkinnyWarps * kSumRows * kColumns);
+  const int lane = lane_index(), warp = warp_index();
+  const int group = lane / 4, quarter = lane % 4;
+  Eight* const ring = dynamic_shared<Eight>() + warp * kStages * kStagePieces;  // [kStages][rows of the weight][8]
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
   const int steps = (args.k + kStepWidth - 1) / kStepWidth;
-  const auto position = [&](int i, int half) { return (warp + i * kWarps) * kStepWidth + half * 32 + quarter * 8; };
+  const auto position = [&](int i, int half) {
+    return (warp + i * kSkinnyWarps) * kStepWidth + half * 32 + quarter * 8;
+  };
+  // Where piece `piece` of line `line` lies: every other line is turned, so that reading meets no bank twice.
+  const auto place = [](int line, int piece) { return line * kLanePieces + (piece ^ (line % 2 * 4)); };
 
-  const T* rows[kTiles];
-  bool present[kTiles];
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t row = first + tile * 8 + group;
-    present[tile] = row < args.n;
-    rows[tile] = args.weight + (present[tile] ? row : 0) * args.weight_stride;
-  }
   const auto fetch = [&](int i) {
     if constexpr (kWide) {
-      Eight* const stage = ring + (i % kStages) * kPieces * kThreads + thread;
+      Eight* const stage = ring + i % kStages * kStagePieces;
+      const int k = (warp + i * kSkinnyWarps) * kStepWidth + lane % kLanePieces * 8;
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int k = position(i, piece % kHalves);
-        const bool there = present[piece / kHalves] && k < args.k;
-        copy_async_16(stage + piece * kThreads, rows[piece / kHalves] + (there ? k : 0), there);
+      for (int copy = 0; copy < kCopies; ++copy) {
+        const int line = copy * 4 + lane / kLanePieces;
+        const bool there = first + line < args.n && k < args.k;
+        const T* const from = args.weight + (there ? (first + line) * args.weight_stride + k : 0);
+        copy_async_16(stage + place(line, lane % kLanePieces), from, there);
       }
       copy_async_commit();
     }
   };
   const auto weights = [&](int i, int tile, int half) {
-    if constexpr (kWide) return ring[((i % kStages) * kPieces + tile * kHalves + half) * kThreads + thread];
-    return load_eight<false>(rows[tile], position(i, half), args.k, present[tile]);
+    const int line = tile * 8 + group;
+    if constexpr (kWide) return ring[i % kStages * kStagePieces + place(line, half * 4 + quarter)];
+    const bool there = first + line < args.n;
+    return load_eight<false>(args.weight + (there ? first + line : 0) * args.weight_stride, position(i, half), args.k,
+                             there);
   };
 
-  if constexpr (kEarly) {
-    let_next_grid_start();
-    // the first four steps of the warp, one line of 128 bytes a lane
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int64_t row = first + tile * 8 + lane_index() % 8;
-      const int k = (warp + lane_index() / 8 * kWarps) * kStepWidth;
-      if (row < args.n && k < args.k) prefetch_global(args.weight + row * args.weight_stride + k);
-    }
-    wait_for_earlier_grids();
-  }
   float acc[kTiles][4] = {};
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) fetch(i);
   const T* const x_low = args.x + group * args.x_stride;
   const T* const x_high = x_low + 8 * args.x_stride;
-  for (int i = 0; warp + i * kWarps < steps; ++i) {
+  for (int i = 0; warp + i * kSkinnyWarps < steps; ++i) {
     Eight low[kHalves], high[kHalves] = {};
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       low[half] = load_eight<kWide>(x_low, position(i, half), args.k, group < args.m);
       if constexpr (kTall) high[half] = load_eight<kWide>(x_high, position(i, half), args.k, group + 8 < args.m);
     }
-    if constexpr (kWide) copy_async_wait<kStages - 2>();
+    if constexpr (kWide) {
+      copy_async_wait<kStages - 2>();
+      sync_warp();  // the others' copies are there too, and nobody reads the stage that is filled next
+    }
     fetch(i + kStages - 1);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -161,7 +155,7 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_mma_kernel(SkinnyArguments
     }
   }
   sync_block();
-  store_skinny(args, sums, kWarps, kSumRows, kColumns, first);
+  store_skinny(args, sums, kSkinnyWarps, kSumRows, kColumns, first);
 }
 
 #endif  // GRISTMILL_HAS_MMA

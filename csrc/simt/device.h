@@ -117,11 +117,6 @@ inline void copy_async_wait() {
   simt::copy_async_wait(N);
 }
 
-// Launches run one after the other.
-inline void prefetch_global(const void*) {}
-inline void let_next_grid_start() {}
-inline void wait_for_earlier_grids() {}
-
 #if GRISTMILL_SIMT_WARP == 32
 #define GRISTMILL_HAS_MMA 1
 inline void load_matrix_4(uint32_t (&r)[4], const void* row, const Site& site = Site::current()) {
