@@ -12,127 +12,119 @@
 namespace gristmill::gpu {
 namespace {
 
-constexpr int kMergeWarps = 4;
 constexpr int kBlocksPerProcessor = 64;  // pieces beyond that many blocks are taken in turn
 
-// Sums of one query head over the pieces of its request. Warp w has pieces w, w + kMergeWarps, ...; pieces are weighed
-// kRound at a time, and everything that a thread reads of a round is asked for before the first answer is needed.
-template <typename T>
-struct Merge {
-  static constexpr int kThreads = kMergeWarps * kWarp;
-  static constexpr int kRound = kThreads;
-  static constexpr int kAhead = 8;
-  static constexpr int kColumns = 4;  // per lane and step
+// One block per request and query head. Pieces fall into kGroups groups, piece i into group i % kGroups; groups are
+// summed in the order of their pieces, then added in the order of the groups. So the result does not depend on how many
+// warps share the groups. Everything that a thread reads is asked for before the first answer is needed.
+constexpr int kGroups = 16;
+constexpr int kColumns = 4;  // per lane and step
 
-  const DecodeProblem& p;
+struct MergeShape {
+  int32_t low, high;  // pieces of the request that have something to merge
   int64_t first_piece;
   int32_t head;
-  float* weights;  // of a round, in shared memory
-  float* scratch;  // of kMergeWarps
-
-  // The largest of a value in every thread.
-  __device__ float largest_of(float value) const {
-    value = warp_max(value);
-    sync_block();  // what the scratch held has been read
-    if (lane_index() == 0) scratch[warp_index()] = value;
-    sync_block();
-    for (int w = 0; w < kMergeWarps; ++w) value = fmaxf(value, scratch[w]);
-    return value;
-  }
-  __device__ float sum_of(float value) const {
-    value = warp_sum(value);
-    sync_block();
-    if (lane_index() == 0) scratch[warp_index()] = value;
-    sync_block();
-    value = scratch[0];
-    for (int w = 1; w < kMergeWarps; ++w) value += scratch[w];
-    return value;
-  }
-
-  // Adds pieces [begin, end), whose weights are known, to this warp's sums of columns [first, first + kColumns).
-  __device__ void add(int32_t begin, int32_t end, int32_t first, const Pack<float, kColumns> (&ahead)[kAhead],
-                      float (&sums)[kColumns]) const {
-    for (int32_t base = begin + warp_index(); base < end; base += kMergeWarps * kAhead) {
-      Pack<float, kColumns> parts[kAhead];
-      read(base, end, first, parts, base == begin + warp_index() ? &ahead : nullptr);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int32_t piece = base + i * kMergeWarps;
-        const float weight = piece < end ? weights[piece - begin] : 0.0f;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) sums[j] = weight != 0 ? fmaf(parts[i][j], weight, sums[j]) : sums[j];
-      }
-    }
-  }
-  __device__ void read(int32_t base, int32_t end, int32_t first, Pack<float, kColumns> (&parts)[kAhead],
-                       const Pack<float, kColumns> (*known)[kAhead] = nullptr) const {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int32_t piece = base + i * kMergeWarps;
-      if (known != nullptr) {
-        parts[i] = (*known)[i];
-      } else if (piece < end && first < p.head_dim_v) {
-        parts[i] = load_pack<kColumns>(p.sums(first_piece + piece, head) + first);
-      }
-    }
-  }
 };
 
-// One block per request and query head.
-template <typename T>
-__global__ void __launch_bounds__(Merge<T>::kThreads) decode_merge_kernel(const DecodeProblem p) {
-  using M = Merge<T>;
-  constexpr int kSteps = (kMaxHeadDim + M::kColumns * kWarp - 1) / (M::kColumns * kWarp);
-  GRISTMILL_SHARED(float, partial, kMergeWarps* kMaxHeadDim);
-  GRISTMILL_SHARED(float, weights, M::kRound);
-  GRISTMILL_SHARED(float, scratch, kMergeWarps);
+// Weights of pieces [begin, end) relative to the largest score so far, into shared memory; returns the factor that
+// brings earlier results to it, and updates the total.
+template <int kWarps>
+__device__ float weigh(const DecodeProblem& p, const MergeShape& shape, int32_t begin, int32_t end, float* weights,
+                       float* scratch, float& largest, float& total) {
+  const int32_t mine = begin + thread_index();
+  const float one = mine < end ? p.largest(shape.first_piece + mine)[shape.head] : -INFINITY;
+  const float part = mine < end ? p.total(shape.first_piece + mine)[shape.head] : 0.0f;
+  float most = warp_max(one);
+  if (lane_index() == 0) scratch[warp_index()] = most;
+  sync_block();
+  most = largest;
+  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, scratch[w]);
+  const float base = most == -INFINITY ? 0.0f : most;
+  const float rescale = exp2_fast(largest - base);
+  weights[thread_index()] = exp2_fast(one - base);
+  weights[kWarps * kWarp + thread_index()] = part;
+  sync_block();
+  total *= rescale;
+  for (int32_t i = 0; i < end - begin; ++i) total = fmaf(weights[kWarps * kWarp + i], weights[i], total);
+  largest = most;
+  return rescale;
+}
+
+template <typename T, int kWarps, int kSteps>
+__global__ void __launch_bounds__(kWarps* kWarp) decode_merge_kernel(const DecodeProblem p) {
+  constexpr int kThreads = kWarps * kWarp, kMine = kGroups / kWarps;  // groups of a warp
+  constexpr int kStride = kSteps == 1 ? kColumns * kWarp : kMaxHeadDim;
+  // Pieces weighed at once. It must not depend on kWarps either.
+  constexpr int kRound = 4 * 32;
+  static_assert(kRound <= kThreads && kRound % kGroups == 0 && kGroups % kWarps == 0);
+  GRISTMILL_SHARED(float, partial, kGroups* kStride);
+  GRISTMILL_SHARED(float, weights, 2 * kThreads);
+  GRISTMILL_SHARED(float, scratch, kWarps);
   const int32_t request = static_cast<int32_t>(blockIdx.x), head = static_cast<int32_t>(blockIdx.y);
   const int32_t kv_len = p.kv_indptr[request + 1] - p.kv_indptr[request];
-  const int32_t low = p.first_seen(kv_len) / kSplit, high = (kv_len + kSplit - 1) / kSplit;
-  const M merge = {p, p.first_piece(request), head, weights, scratch};
+  const MergeShape shape = {p.first_seen(kv_len) / kSplit, (kv_len + kSplit - 1) / kSplit, p.first_piece(request),
+                            head};
   float largest = p.sinks != nullptr ? p.sinks[head] * kLog2E : -INFINITY;
   float total = largest == -INFINITY ? 0.0f : 1.0f;
-  float sums[kSteps][M::kColumns] = {};
-  for (int32_t begin = low; begin < high; begin += M::kRound) {
-    const int32_t end = begin + M::kRound < high ? begin + M::kRound : high, mine = begin + thread_index();
-    const float one = mine < end ? p.largest(merge.first_piece + mine)[head] : -INFINITY;
-    const float part = mine < end ? p.total(merge.first_piece + mine)[head] : 0.0f;
-    Pack<float, M::kColumns> ahead[M::kAhead];
-    merge.read(begin + warp_index(), end, lane_index() * M::kColumns, ahead);
-    const float most = fmaxf(largest, merge.largest_of(one));
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float weight = exp2_fast(one - base), rescale = exp2_fast(largest - base);
-    weights[thread_index()] = weight;
-    total = total * rescale + merge.sum_of(part * weight);  // its barriers publish the weights too
-    largest = most;
+  float sums[kMine][kSteps][kColumns] = {};
+  for (int32_t begin = shape.low; begin < shape.high; begin += kRound) {
+    const int32_t end = begin + kRound < shape.high ? begin + kRound : shape.high;
+    const float rescale = weigh<kWarps>(p, shape, begin, end, weights, scratch, largest, total);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int32_t first = (step * kWarp + lane_index()) * M::kColumns;
-      if (first >= p.head_dim_v) break;
+    for (int group = 0; group < kMine; ++group) {
 #pragma unroll
-      for (int j = 0; j < M::kColumns; ++j) sums[step][j] *= rescale;
-      if (step > 0) merge.read(begin + warp_index(), end, first, ahead);
-      merge.add(begin, end, first, ahead, sums[step]);
+      for (int step = 0; step < kSteps; ++step) {
+        const int32_t first = (step * kWarp + lane_index()) * kColumns;
+        if (first >= p.head_dim_v) break;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) sums[group][step][j] *= rescale;
+#pragma unroll
+        for (int i = 0; i < kRound / kGroups; ++i) {
+          const int32_t piece = begin + i * kGroups + group * kWarps + warp_index();
+          if (piece >= end) break;
+          const auto part = load_pack<kColumns>(p.sums(shape.first_piece + piece, head) + first);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            sums[group][step][j] = fmaf(part[j], weights[piece - begin], sums[group][step][j]);
+          }
+        }
+      }
     }
     sync_block();  // the weights have been read
   }
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int32_t first = (step * kWarp + lane_index()) * M::kColumns;
-    if (first >= p.head_dim_v) break;
+  for (int group = 0; group < kMine; ++group) {
 #pragma unroll
-    for (int j = 0; j < M::kColumns; ++j) partial[warp_index() * kMaxHeadDim + first + j] = sums[step][j];
+    for (int step = 0; step < kSteps; ++step) {
+      const int32_t first = (step * kWarp + lane_index()) * kColumns;
+      if (first >= p.head_dim_v) break;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+        partial[(group * kWarps + warp_index()) * kStride + first + j] = sums[group][step][j];
+    }
   }
   sync_block();
   const float factor = p.v_scale / (total == 0 ? 1.0f : total);
   T* const out = static_cast<T*>(p.out) + request * p.out_row + head * p.out_head;
-  for (int32_t column = thread_index(); column < p.head_dim_v; column += M::kThreads) {
+  for (int32_t column = thread_index(); column < p.head_dim_v; column += kThreads) {
     float sum = partial[column];
-    for (int w = 1; w < kMergeWarps; ++w) sum += partial[w * kMaxHeadDim + column];
+#pragma unroll
+    for (int group = 1; group < kGroups; ++group) sum += partial[group * kStride + column];
     out[column] = from_float<T>(sum * factor);
   }
   if (p.lse != nullptr && thread_index() == 0) {
     p.lse[request * p.lse_row + head * p.lse_head] = total == 0 ? -INFINITY : (largest + log2f(total)) * kLn2;
+  }
+}
+
+template <typename T, int kSteps>
+void merge(const Launch& launch, const DecodeProblem& p) {
+  constexpr int kFew = 128 / kWarp, kMany = kFew * 4;
+  const dim3 grid(p.requests, p.num_qo_heads);
+  if (p.max_pieces > 32 * static_cast<int64_t>(p.requests)) {
+    launch(decode_merge_kernel<T, kMany, kSteps>, grid, dim3(kMany * kWarp), 0, p);
+  } else {
+    launch(decode_merge_kernel<T, kFew, kSteps>, grid, dim3(kFew * kWarp), 0, p);
   }
 }
 
@@ -153,8 +145,9 @@ template <typename T, int kDim, int kWarps, int kStages>
 void run_mma(const Launch& launch, const DecodeProblem& p) {
   const auto start = [&](auto two_halves) {
     constexpr bool kTwoHalves = decltype(two_halves)::value;
-    launch(decode_mma_kernel<T, kDim, kWarps, kStages, kTwoHalves>, grid_for(launch, p.max_pieces * p.num_kv_heads),
-           dim3(kWarps * 32), MmaDecode<T, kDim, kWarps, kStages, kTwoHalves>::kSharedBytes, p);
+    launch(decode_mma_kernel<T, kDim, kWarps, kStages, kTwoHalves>,
+           grid_for(launch, (p.max_pieces * p.num_kv_heads + kWarps - 1) / kWarps), dim3(kWarps * 32),
+           kWarps * MmaDecode<T, kDim, kStages, kTwoHalves>::kSharedBytes, p);
   };
   if (p.group() > 8) {
     start(std::true_type{});
@@ -266,7 +259,12 @@ void decode_attention(const Tensor& out, const OptionalTensor& lse, const Tensor
       check_dtype(k_cache, q.scalar_type(), op, "k_cache");
       if (!try_mma<T>(launch, p, aligned)) run_general<T, T>(launch, p, aligned);
     }
-    launch(decode_merge_kernel<T>, dim3(p.requests, p.num_qo_heads), dim3(kMergeWarps * kWarp), 0, p);
+    constexpr int kStep = kColumns * kWarp;
+    if (p.head_dim_v <= kStep) {
+      merge<T, 1>(launch, p);
+    } else {
+      merge<T, (kMaxHeadDim + kStep - 1) / kStep>(launch, p);
+    }
   });
 }
 

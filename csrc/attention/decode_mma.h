@@ -1,10 +1,10 @@
 // The decode kernel for tensor cores: 16-bit data, heads of 64, 128 or 256 elements, at most 16 query heads per KV
 // head.
 //
-// A block computes pieces of one KV head; each of its warps takes every kWarps-th tile of kTile slots and streams it
-// through a ring of its own in shared memory, so that warps never wait for one another before the end of a piece. Query
-// heads are the rows of the products: S = q k^T, then O += P v, both by mma.sync.m16n8k16. 16-byte chunks of a row lie
-// in shared memory xor'ed with the row's number, which keeps ldmatrix free of bank conflicts.
+// A warp computes a piece of one KV head and streams its slots, kTile at a time, through a ring of its own in shared
+// memory; warps never wait for one another, so that while one begins or ends a piece the others keep the memory busy.
+// Query heads are the rows of the products: S = q k^T, then O += P v, both by mma.sync.m16n8k16. 16-byte chunks of a
+// row lie in shared memory xor'ed with the row's number, which keeps ldmatrix free of bank conflicts.
 //
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "Flash-Decoding"
 // (2023).
@@ -17,26 +17,23 @@
 namespace gristmill::gpu {
 
 // kStages: tiles in the ring of a warp, one of them being computed. kTwoHalves: rows 8 to 15 hold query heads too.
-template <typename T, int kDim, int kWarps, int kStages, bool kTwoHalves>
+template <typename T, int kDim, int kStages, bool kTwoHalves>
 struct MmaDecode {
   static constexpr int kTile = 16;
   static constexpr int kChunks = kDim / 8;  // of 16 bytes, per row
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kTileBytes = 2 * kTile * kRowBytes;  // keys, then values
-  static constexpr int kTilesPerWarp = kSplit / (kTile * kWarps);
-  static constexpr int kSlotsPerWarp = kTilesPerWarp * kTile;
-  static constexpr int kRingBytes = kWarps * kStages * kTileBytes;
-  static constexpr int kSharedBytes = kRingBytes + kSplit * 4;
-  static constexpr int kRows = kTwoHalves ? 16 : 8;
-  static_assert(kSplit % (kTile * kWarps) == 0 && kSlotsPerWarp % 32 == 0);
-  static_assert(kWarps * kRows * (kDim + 2) * 4 <= kRingBytes, "the warps' results meet in the ring's memory");
+  static constexpr int kTiles = kSplit / kTile;
+  static constexpr int kRingBytes = kStages * kTileBytes;
+  static constexpr int kSharedBytes = kRingBytes + kSplit * 4;  // per warp
+  static_assert(kSplit % 32 == 0);
 
   const DecodeProblem& p;
   const Piece& piece;
   int32_t kv_head;
   unsigned char* ring;
-  int32_t* slots;  // of this warp's tiles, in shared memory; -1 where nothing is seen
-  int warp, lane, g, t;
+  int32_t* slots;  // of the piece, in shared memory; -1 where nothing is seen
+  int lane, g, t;
   uint32_t q[kDim / 16][4];
   float sums[kDim / 8][4];
   float largest[2], total[2];
@@ -45,25 +42,21 @@ struct MmaDecode {
       : p(problem),
         piece(where),
         kv_head(head),
-        ring(memory + warp_index() * kStages * kTileBytes),
-        slots(reinterpret_cast<int32_t*>(memory + kRingBytes) + warp_index() * kSlotsPerWarp),
-        warp(warp_index()),
+        ring(memory),
+        slots(reinterpret_cast<int32_t*>(memory + kRingBytes)),
         lane(lane_index()),
         g(lane / 4),
         t(lane % 4) {}
 
-  // The first position of this warp's tile.
-  __device__ int32_t position_of(int tile) const { return piece.begin + (tile * kWarps + warp) * kTile; }
-
   __device__ void load_slots() {
-    int32_t mine[kSlotsPerWarp / 32];
+    int32_t mine[kSplit / 32];
 #pragma unroll
-    for (int i = 0; i < kSlotsPerWarp / 32; ++i) {
-      const int32_t position = position_of(2 * i + lane / kTile) + lane % kTile;
+    for (int i = 0; i < kSplit / 32; ++i) {
+      const int32_t position = piece.begin + i * 32 + lane;
       mine[i] = position < piece.end && position >= piece.first_seen ? piece.list[position] : -1;
     }
 #pragma unroll
-    for (int i = 0; i < kSlotsPerWarp / 32; ++i) slots[i * 32 + lane] = mine[i];
+    for (int i = 0; i < kSplit / 32; ++i) slots[i * 32 + lane] = mine[i];
     sync_warp();
   }
 
@@ -182,13 +175,14 @@ struct MmaDecode {
     for (int n = 0; n < kDim / 8; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0;
     largest[0] = largest[1] = -INFINITY;
     total[0] = total[1] = 0;
+    const int tiles = (piece.end - piece.begin + kTile - 1) / kTile;
     int stage = 0, next_stage = kStages - 1;
     // Not unrolled: the code of several tiles does not fit into the instruction cache.
 #pragma unroll 1
-    for (int tile = 0; tile < kTilesPerWarp; ++tile) {
+    for (int tile = 0; tile < tiles; ++tile) {
       copy_async_wait<kStages - 2>();
       sync_warp();  // every lane's copies of the tile are there, and every lane is done with the one before
-      if (tile + kStages - 1 < kTilesPerWarp) fetch(tile + kStages - 1, next_stage);
+      if (tile + kStages - 1 < tiles) fetch(tile + kStages - 1, next_stage);
       copy_async_commit();
       compute(tile, stage);
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -197,50 +191,22 @@ struct MmaDecode {
     copy_async_wait<0>();
   }
 
-  // Leaves this warp's results for rows below `rows` in shared memory: sums [kWarps, kRows, kDim], then the largest
-  // scores and the totals [kWarps, kRows].
-  __device__ void leave(float* memory) {
-    float* const most = memory + kWarps * kRows * kDim;
-    float* const all = most + kWarps * kRows;
+  __device__ void write(int64_t number) const {
 #pragma unroll
     for (int half = 0; half < (kTwoHalves ? 2 : 1); ++half) {
       float sum = total[half] + shuffle_xor(total[half], 1);
       sum += shuffle_xor(sum, 2);
-      const int row = warp * kRows + half * 8 + g;
+      const int row = half * 8 + g;
+      if (row >= p.group()) continue;
+      const int64_t head = static_cast<int64_t>(kv_head) * p.group() + row;
       if (t == 0) {
-        most[row] = largest[half];
-        all[row] = sum;
+        p.largest(number)[head] = largest[half];
+        p.total(number)[head] = sum;
       }
+      float* const to = p.sums(number, head) + 2 * t;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
-        memory[row * kDim + 8 * n + 2 * t] = sums[n][2 * half];
-        memory[row * kDim + 8 * n + 2 * t + 1] = sums[n][2 * half + 1];
-      }
-    }
-  }
-
-  // All threads of the block combine what the warps left, in the order of the warps.
-  __device__ void combine(const float* memory, int64_t number) const {
-    const float* const most = memory + kWarps * kRows * kDim;
-    const float* const all = most + kWarps * kRows;
-    for (int i = thread_index(); i < p.group() * kDim; i += kWarps * 32) {
-      const int row = i / kDim, column = i % kDim;
-      float largest_of_all = most[row];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) largest_of_all = fmaxf(largest_of_all, most[w * kRows + row]);
-      const float base = largest_of_all == -INFINITY ? 0.0f : largest_of_all;
-      float sum = 0, total_of_all = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float weight = exp2_fast(most[w * kRows + row] - base);
-        sum += memory[(w * kRows + row) * kDim + column] * weight;
-        total_of_all += all[w * kRows + row] * weight;
-      }
-      const int64_t head = static_cast<int64_t>(kv_head) * p.group() + row;
-      p.sums(number, head)[column] = sum;
-      if (column == 0) {
-        p.largest(number)[head] = largest_of_all;
-        p.total(number)[head] = total_of_all;
+        store_pack<2>(to + 8 * n, Pack<float, 2>{sums[n][2 * half], sums[n][2 * half + 1]});
       }
     }
   }
@@ -248,20 +214,20 @@ struct MmaDecode {
 
 template <typename T, int kDim, int kWarps, int kStages, bool kTwoHalves>
 __global__ void __launch_bounds__(kWarps * 32) decode_mma_kernel(const DecodeProblem p) {
-  using Decode = MmaDecode<T, kDim, kWarps, kStages, kTwoHalves>;
-  unsigned char* const memory = dynamic_shared<unsigned char>();
+  using Decode = MmaDecode<T, kDim, kStages, kTwoHalves>;
+  unsigned char* const memory = dynamic_shared<unsigned char>() + warp_index() * Decode::kSharedBytes;
   const int64_t pieces = p.kv_indptr[p.requests] / kSplit + p.requests;
-  for (int64_t work = blockIdx.x; work < pieces * p.num_kv_heads; work += gridDim.x) {
+  // Neighbouring warps read the same slots for neighbouring heads.
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t work = static_cast<int64_t>(blockIdx.x) * kWarps + warp_index(); work < pieces * p.num_kv_heads;
+       work += step) {
     const int64_t number = work / p.num_kv_heads;
     const Piece piece = find_piece(p, static_cast<int32_t>(number));
-    if (piece.begin >= piece.end || piece.first_seen >= piece.end) continue;  // the same in every warp
+    if (piece.begin >= piece.end || piece.first_seen >= piece.end) continue;
+    sync_warp();  // the slots of the piece before have been read
     Decode decode(p, piece, static_cast<int32_t>(work % p.num_kv_heads), memory);
     decode.run();
-    sync_block();  // the rings are empty
-    decode.leave(reinterpret_cast<float*>(memory));
-    sync_block();
-    decode.combine(reinterpret_cast<const float*>(memory), number);
-    sync_block();  // before the next piece fills them again
+    decode.write(number);
   }
 }
 
