@@ -67,7 +67,8 @@ class Launch {
 };
 
 #if defined(GRISTMILL_SIMT)
-inline Launch::Launch(const Tensor&) : processors_(4) {}
+// As few as there can be, so that loops over the work of a block go round more than once.
+inline Launch::Launch(const Tensor&) : processors_(1) {}
 #else
 // Asked of the driver once per device.
 int processors_of(int device);

@@ -34,8 +34,10 @@ COPY = WORK / "csrc"
 SURVIVORS = Path(__file__).parent / "survivors.txt"
 ORDERS = (0, 1, 2, 3, 4, 5)
 SITE = re.compile(r"\b(?:sync_block|sync_warp)\(\)|\bcopy_async_wait<[^<>]*>\(\)")
-# Definitions begin at the left margin; one whose launch bounds fill the line has its name on the next.
+# Definitions begin at the left margin, those of members two columns further in, where only they are followed by a block without being a
+# statement; one whose launch bounds fill the line has its name on the next.
 FUNCTION = re.compile(r"^(?!namespace|using|template|struct|class|GRISTMILL)[A-Za-z_].*?\b(?!__launch_bounds__|requires)(\w+)\(")
+MEMBER = re.compile(r"^  (?!for|if|while|switch|do|return|static_assert|template|struct|class)[A-Za-z_][^=]*?\b(\w+)\(.*\{$")
 ONLY_BOUNDS = re.compile(r"^[A-Za-z_].*__launch_bounds__\([^()]*\)\s*$")
 NAME_BELOW = re.compile(r"^\s+(\w+)\(")
 TIMEOUT_S = 120
@@ -61,7 +63,7 @@ def mutants_of(file: str, csrc: Path = build.CSRC) -> list[Mutant]:
     text, position, function, previous = (csrc / file).read_text(), 0, "?", ""
     found: list[Mutant] = []
     for line_number, line in enumerate(text.splitlines(keepends=True), 1):
-        start = (NAME_BELOW if ONLY_BOUNDS.match(previous) else FUNCTION).match(line)
+        start = NAME_BELOW.match(line) if ONLY_BOUNDS.match(previous) else FUNCTION.match(line) or MEMBER.match(line)
         if start is not None:
             function = start[1]
         for site in SITE.finditer(line.split("//")[0]):
