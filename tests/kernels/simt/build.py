@@ -62,7 +62,9 @@ def _alone(build: Path) -> Iterator[None]:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"{' '.join(command[:6])} ... failed\n{(done.stdout + done.stderr)[-6000:]}")
+        text = done.stdout + done.stderr
+        errors = [line for line in text.splitlines() if "error" in line.lower()]
+        raise BuildError("\n".join([f"{' '.join(command[:6])} ... failed", text[-6000:], *errors[:20]]))
 
 
 def _configure(csrc: Path, build: Path) -> None:
