@@ -1,5 +1,6 @@
 // merge_state and merge_states on GPUs, one warp per row and head. An empty state (LSE -inf) changes nothing, whatever
-// its output holds; the other one is then copied bit for bit. Weights are computed in double.
+// its output holds; the other one is then copied bit for bit. Weights of float32 rows are computed in
+// double.
 #include <torch/csrc/stable/library.h>
 
 #include "attention/attention.h"
@@ -42,15 +43,24 @@ struct Merged {
   int64_t out_row, out_head, lse_row, lse_head;
 };
 
+template <typename T>
+using Wide = std::conditional_t<std::is_same_v<T, float>, double, float>;
+
+__device__ inline float exponential(float x) { return expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float logarithm(float x) { return logf(x); }
+__device__ inline double logarithm(double x) { return log(x); }
+
+template <typename A>
 struct Total {
-  double largest, sum;
+  A largest, inverse_sum;
   float lse;  // of all states together
 };
 
 template <typename T>
-__device__ Total total_of(const States<T>& states, int64_t row, int64_t head) {
-  double largest = kEmpty, sum = 0;
-  for (int64_t n = 0; n < states.count; ++n) largest = fmax(largest, static_cast<double>(states.lse_of(n, row, head)));
+__device__ Total<Wide<T>> total_of(const States<T>& states, int64_t row, int64_t head) {
+  using A = Wide<T>;
+  A largest = kEmpty, sum = 0;
   int64_t present = 0;
   float last = kEmpty;
   for (int64_t n = 0; n < states.count; ++n) {
@@ -58,9 +68,17 @@ __device__ Total total_of(const States<T>& states, int64_t row, int64_t head) {
     if (one == kEmpty) continue;
     ++present;
     last = one;
-    sum += exp(static_cast<double>(one) - largest);
+    const A wide = static_cast<A>(one);
+    if (wide > largest) {
+      sum = present == 1 ? 0 : sum * exponential(largest - wide);
+      largest = wide;
+      sum += 1;
+    } else {
+      sum += exponential(wide - largest);
+    }
   }
-  return {largest, sum, present <= 1 ? last : static_cast<float>(largest + log(sum))};
+  if (present <= 1) return {largest, A{1}, last};
+  return {largest, A{1} / sum, static_cast<float>(largest + logarithm(sum))};
 }
 
 // Every pack of all states is read before `out`, which may be one of them, is written.
@@ -69,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const Merged<T> merged,
   constexpr int N = kPackElements<T>;
   const auto [row, head] = divide(static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + warp_index(), states.heads);
   if (row >= states.rows) return;
-  const Total total = total_of(states, row, head);
+  const auto total = total_of(states, row, head);
   T* const out = merged.out + row * merged.out_row + head * merged.out_head;
   for (int64_t first = static_cast<int64_t>(lane_index()) * N; first < states.width; first += kWarp * N) {
     float sum[N] = {};
@@ -77,7 +95,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const Merged<T> merged,
     for (int64_t n = 0; n < states.count; ++n) {
       const float one = states.lse_of(n, row, head);
       if (one == kEmpty) continue;
-      const float weight = static_cast<float>(exp(static_cast<double>(one) - total.largest) / total.sum);
+      const auto weight =
+          static_cast<float>(exponential(static_cast<Wide<T>>(one) - total.largest) * total.inverse_sum);
       if (weight == 0.0f) continue;  // what has no weight may be NaN
       const auto pack = load_elements<N>(states.row_of(n, row, head), first, states.width, states.aligned);
 #pragma unroll

@@ -148,6 +148,10 @@ class Rows {
   GRISTMILL_HOST_DEVICE int64_t count() const { return count_; }
   GRISTMILL_HOST_DEVICE int64_t width() const { return width_; }
 
+  // Whether rows are one even step apart: offset(row) is row * step().
+  bool even() const { return dims_ <= 1; }
+  GRISTMILL_HOST_DEVICE int64_t step() const { return dims_ == 0 ? 0 : stride_[0]; }
+
   // Whether every row of T begins at a multiple of 16 bytes.
   bool begins_aligned(const Tensor& t, int64_t element_bytes) const {
     bool even = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;

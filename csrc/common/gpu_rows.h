@@ -52,6 +52,32 @@ __device__ inline void store_elements(T* row, int64_t first, int64_t width, bool
   }
 }
 
+// The same, where the caller knows (kPlain) that the row is aligned and its width a multiple of N.
+template <bool kPlain, int N, typename T>
+__device__ inline Pack<T, N> load_row(const T* row, int64_t first, int64_t width, bool aligned) {
+  if constexpr (kPlain) {
+    return load_pack<N>(row + first);
+  } else {
+    return load_elements<N>(row, first, width, aligned);
+  }
+}
+template <bool kPlain, int N, typename T>
+__device__ inline void store_row(T* row, int64_t first, int64_t width, bool aligned, const Pack<T, N>& pack) {
+  if constexpr (kPlain) {
+    store_pack<N>(row + first, pack);
+  } else {
+    store_elements<N>(row, first, width, aligned, pack);
+  }
+}
+template <bool kPlain>
+__device__ inline int64_t row_offset(const Rows& rows, int64_t row) {
+  if constexpr (kPlain) {
+    return row * rows.step();
+  } else {
+    return rows.offset(row);
+  }
+}
+
 // The same sum in every lane; lanes are added pairwise, near ones first.
 template <typename A>
 __device__ inline A warp_sum(A value) {

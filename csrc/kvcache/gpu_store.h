@@ -42,6 +42,16 @@ struct SlotStore {
         reads_aligned(steps_by(rows, 16)),
         writes_aligned(steps_by(cache, N * sizeof(To))) {}
 
+  // The same rows as of one wide head, where the heads of a row are one piece on both sides.
+  SlotStore joined() const {
+    SlotStore one = *this;
+    if (head_stride == width && cache_head_stride == width) {
+      one.width = width * heads;
+      one.heads = 1;
+    }
+    return one;
+  }
+
  private:
   SlotStore(const Tensor& cache, const Tensor& rows, double scale, int64_t row_width)
       : to(mutable_data<To>(cache)),
@@ -89,7 +99,7 @@ struct SlotStore {
   }
 
   __device__ void store(int64_t token, int64_t slot, int64_t pack) const {
-    const auto [head, within] = divide(pack, packs_per_head());
+    const auto [head, within] = heads == 1 ? Divided{0, pack} : divide(pack, packs_per_head());
     const From* row = from + token * row_stride + head * head_stride;
     write(slot, head, within * N, width, load_elements<N>(row, within * N, width, reads_aligned));
   }

@@ -10,32 +10,34 @@ namespace gristmill::gpu {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kStoreThreads = 256;
 constexpr int kCopyThreads = 256;
 constexpr int kRound = 8;
 
 template <typename From, typename To>
-__global__ void __launch_bounds__(kThreads)
-    store_kernel(const SlotStore<From, To> keys, const SlotStore<From, To> values, const int32_t* slots,
-                 int64_t tokens) {
-  const int64_t key_packs = keys.packs();
-  const auto [token, unit] =
-      divide(static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, key_packs + values.packs());
-  if (token >= tokens) return;
-  const int64_t slot = slots[token];
+__global__ void __launch_bounds__(kStoreThreads)
+    store_kernel(const SlotStore<From, To> keys, const SlotStore<From, To> values, const int32_t* slots) {
+  const int64_t token = blockIdx.x, slot = slots[token];
   if (!keys.has(slot)) return;
-  if (unit < key_packs) {
-    keys.store(token, slot, unit);
-  } else {
-    values.store(token, slot, unit - key_packs);
+  const int64_t key_packs = keys.packs(), all = key_packs + values.packs();
+  for (int64_t unit = threadIdx.x; unit < all; unit += blockDim.x) {
+    if (unit < key_packs) {
+      keys.store(token, slot, unit);
+    } else {
+      values.store(token, slot, unit - key_packs);
+    }
   }
 }
 
+// One block per token, of as many threads as it has packs, if that is not too many.
 template <typename From, typename To>
 void store(const Launch& launch, const SlotStore<From, To>& keys, const SlotStore<From, To>& values,
            const Tensor& slots) {
-  const int64_t tokens = slots.size(0), units = tokens * (keys.packs() + values.packs());
-  launch(store_kernel<From, To>, blocks_for(units, kThreads), dim3(kThreads), 0, keys, values, data<int32_t>(slots),
-         tokens);
+  const int64_t units = keys.packs() + values.packs();
+  const int64_t threads = units < kStoreThreads ? (units + kWarp - 1) / kWarp * kWarp : kStoreThreads;
+  if (units == 0) return;
+  launch(store_kernel<From, To>, dim3(static_cast<unsigned>(slots.size(0))), dim3(static_cast<unsigned>(threads)), 0,
+         keys, values, data<int32_t>(slots));
 }
 
 // Rows of any type as bytes.
@@ -173,7 +175,7 @@ void store_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
   check_store(k_cache, v_cache, k, v, slots, k_scale, v_scale, op);
   dispatch_store(k.scalar_type(), k_cache.scalar_type(), op, [&](auto from, auto to) {
     const SlotStore<decltype(from), decltype(to)> keys(k_cache, k, k_scale), values(v_cache, v, v_scale);
-    store(Launch(k_cache), keys, values, slots);
+    store(Launch(k_cache), keys.joined(), values.joined(), slots);
   });
 }
 

@@ -27,8 +27,14 @@ struct Columns {
   ScalarType type;
   bool aligned;
 
-  template <int N>
+  template <typename T, bool kPlain, int N>
   __device__ void load(int64_t first, int64_t width, float (&to)[N]) const {
+    if constexpr (kPlain) {
+      const auto pack = load_pack<N>(static_cast<const T*>(data) + first);
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[i] = to_float(pack[i]);
+      return;
+    }
     switch (type) {
       case ScalarType::Float:
         return read<float, N>(first, width, to);
@@ -66,7 +72,7 @@ struct Problem {
 };
 
 // What one thread has of a row: packs of N elements, `lanes` packs apart.
-template <typename T, Kind kKind, bool kAdd, int kPacks>
+template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain>
 struct Row {
   static constexpr int N = kPackElements<T>;
   using A = Wide<T>;
@@ -80,9 +86,9 @@ struct Row {
 
   __device__ Row(const Problem<T>& p, int64_t row, int lane, int lanes)
       : problem(p),
-        x(p.x + p.x_rows.offset(row)),
-        residual(kAdd ? p.residual + p.residual_rows.offset(row) : nullptr),
-        out(p.out + p.out_rows.offset(row)),
+        x(p.x + row_offset<kPlain>(p.x_rows, row)),
+        residual(kAdd ? p.residual + row_offset<kPlain>(p.residual_rows, row) : nullptr),
+        out(p.out + row_offset<kPlain>(p.out_rows, row)),
         lane(lane),
         lanes(lanes) {}
 
@@ -110,17 +116,17 @@ struct Row {
 
   // The sum with the residual is rounded to T before it is normalised, as the unfused pair of ops would do.
   __device__ Pack<T, N> read(int64_t first) {
-    auto pack = load_elements<N>(x, first, problem.width, problem.aligned);
+    auto pack = load_row<kPlain, N>(x, first, problem.width, problem.aligned);
     if constexpr (kAdd) {
-      const auto before = load_elements<N>(residual, first, problem.width, problem.aligned);
+      const auto before = load_row<kPlain, N>(residual, first, problem.width, problem.aligned);
 #pragma unroll
       for (int i = 0; i < N; ++i) pack[i] = from_float<T>(to_float(pack[i]) + to_float(before[i]));
-      store_elements<N>(residual, first, problem.width, problem.aligned, pack);
+      store_row<kPlain, N>(residual, first, problem.width, problem.aligned, pack);
     }
     return pack;
   }
   __device__ Pack<T, N> reread(int64_t first) const {
-    return load_elements<N>(kAdd ? residual : x, first, problem.width, problem.aligned);
+    return load_row<kPlain, N>(kAdd ? residual : x, first, problem.width, problem.aligned);
   }
 
   template <bool kFirst>
@@ -147,8 +153,8 @@ struct Row {
   __device__ void write(A mean, A scale) {
     visit<false>([&](int64_t first, const Pack<T, N>& pack) {
       float weight[N], bias[N];
-      if (problem.weight.data != nullptr) problem.weight.load(first, problem.width, weight);
-      if (problem.bias.data != nullptr) problem.bias.load(first, problem.width, bias);
+      if (problem.weight.data != nullptr) problem.weight.template load<T, kPlain>(first, problem.width, weight);
+      if (problem.bias.data != nullptr) problem.bias.template load<T, kPlain>(first, problem.width, bias);
       Pack<T, N> result;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -157,15 +163,15 @@ struct Row {
         if (problem.bias.data != nullptr) value += static_cast<A>(bias[i]);
         result[i] = from_float<T>(static_cast<float>(value));
       }
-      store_elements<N>(out, first, problem.width, problem.aligned, result);
+      store_row<kPlain, N>(out, first, problem.width, problem.aligned, result);
     });
   }
 };
 
-template <typename T, Kind kKind, bool kAdd, int kPacks, typename Sum>
+template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain, typename Sum>
 __device__ void normalise(const Problem<T>& problem, int64_t row, int lane, int lanes, Sum&& sum) {
   using A = Wide<T>;
-  Row<T, kKind, kAdd, kPacks> mine(problem, row, lane, lanes);
+  Row<T, kKind, kAdd, kPacks, kPlain> mine(problem, row, lane, lanes);
   const A width = static_cast<A>(problem.width);
   A mean = 0;
   if constexpr (kKind == Kind::kLayer) mean = sum(mine.sum_of_values(), 0) / width;
@@ -173,37 +179,40 @@ __device__ void normalise(const Problem<T>& problem, int64_t row, int lane, int 
   mine.write(mean, inverse_root(squares / width + static_cast<A>(problem.eps)));
 }
 
-template <typename T, Kind kKind, bool kAdd, int kPacks>
+template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain>
 __global__ void __launch_bounds__(kThreadsOfNarrowRows) narrow_kernel(const Problem<T> problem) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreadsOfNarrowRows / kWarp) + warp_index();
   if (row >= problem.rows) return;
-  normalise<T, kKind, kAdd, kPacks>(problem, row, lane_index(), kWarp, [](auto value, int) { return warp_sum(value); });
+  normalise<T, kKind, kAdd, kPacks, kPlain>(problem, row, lane_index(), kWarp,
+                                            [](auto value, int) { return warp_sum(value); });
 }
 
-template <typename T, Kind kKind, bool kAdd, int kPacks>
+template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain>
 __global__ void __launch_bounds__(kMaxThreads) wide_kernel(const Problem<T> problem) {
   GRISTMILL_SHARED(Wide<T>, scratch, 2 * kMaxThreads / kWarp);
-  normalise<T, kKind, kAdd, kPacks>(
+  normalise<T, kKind, kAdd, kPacks, kPlain>(
       problem, blockIdx.x, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
       [&](auto value, int which) { return block_sum(value, scratch + which * kMaxThreads / kWarp); });
 }
 
-// Two packs per thread where the block is large enough for that; what fits into a warp's registers stays in one.
+// A warp per row where two packs per thread suffice, else a block of as many threads as give each two packs, if it can.
 template <typename T, Kind kKind, bool kAdd>
-void run(const Launch& launch, const Problem<T>& problem) {
+void run(const Launch& launch, const Problem<T>& problem, bool plain) {
   const int64_t packs = (problem.width + kPackElements<T> - 1) / kPackElements<T>;
   if (packs <= 2 * kWarp) {
-    const auto kernel = packs <= kWarp ? narrow_kernel<T, kKind, kAdd, 1> : narrow_kernel<T, kKind, kAdd, 2>;
-    constexpr int kRows = kThreadsOfNarrowRows / kWarp;
-    return launch(kernel, dim3(static_cast<unsigned>((problem.rows + kRows - 1) / kRows)), dim3(kThreadsOfNarrowRows),
-                  0, problem);
+    const auto kernel = !plain           ? narrow_kernel<T, kKind, kAdd, 0, false>
+                        : packs <= kWarp ? narrow_kernel<T, kKind, kAdd, 1, true>
+                                         : narrow_kernel<T, kKind, kAdd, 2, true>;
+    return launch(kernel, blocks_for(problem.rows * kWarp, kThreadsOfNarrowRows), dim3(kThreadsOfNarrowRows), 0,
+                  problem);
   }
   int threads = 2 * kWarp;
   while (threads < kMaxThreads && threads * 2 < packs) threads *= 2;
   const int64_t each = (packs + threads - 1) / threads;
-  const auto kernel = each <= 2           ? wide_kernel<T, kKind, kAdd, 2>
-                      : each <= kMaxPacks ? wide_kernel<T, kKind, kAdd, kMaxPacks>
-                                          : wide_kernel<T, kKind, kAdd, 0>;
+  const auto kernel = !plain              ? wide_kernel<T, kKind, kAdd, 0, false>
+                      : each <= 2         ? wide_kernel<T, kKind, kAdd, 2, true>
+                      : each <= kMaxPacks ? wide_kernel<T, kKind, kAdd, kMaxPacks, true>
+                                          : wide_kernel<T, kKind, kAdd, 0, true>;
   launch(kernel, dim3(static_cast<unsigned>(problem.rows)), dim3(static_cast<unsigned>(threads)), 0, problem);
 }
 
@@ -245,7 +254,10 @@ void normalise_rows(const Tensor& out, const Tensor& x, const OptionalTensor& re
                                 options.eps,
                                 x_rows.count(),
                                 width};
-    run<T, kKind, kAdd>(Launch(x), problem);
+    const auto alike = [&](const Columns& c) { return c.data == nullptr || (c.aligned && c.type == x.scalar_type()); };
+    const bool plain = aligned && width % kPackElements<T> == 0 && x_rows.even() && out_rows.even() &&
+                       residual_rows.even() && alike(problem.weight) && alike(problem.bias);
+    run<T, kKind, kAdd>(Launch(x), problem, plain);
   });
 }
 
