@@ -1,35 +1,19 @@
 // Greedy choice, logit bias and penalties on the CPU. Edits are computed in double and rounded once.
-#include <cmath>
-
 #include "common/parallel.h"
 #include "common/vec.h"
+#include "sampling/checks.h"
+#include "sampling/penalty.h"
 #include "sampling/row_scan.h"
 #include "sampling/sampling.h"
 
 namespace gristmill {
 namespace {
 
-void check_logits(const Tensor& logits, const char* op) {
-  check_dim(logits, 2, op, "logits");
-  check_inner(logits, op, "logits");
-}
-
-struct Penalty {
-  double presence;
-  double frequency;
-  double repetition;
-};
-
 template <typename T>
 void penalise_row(T* logits, const bool* in_prompt, const int32_t* count, int64_t vocab, const Penalty& penalty) {
   for (int64_t v = 0; v < vocab; ++v) {
     if (!in_prompt[v] && count[v] == 0) continue;
-    const bool produced = count[v] > 0;
-    double x = to_float(logits[v]);
-    if (in_prompt[v] || produced) x = x > 0 ? x / penalty.repetition : x * penalty.repetition;
-    x -= penalty.frequency * count[v];
-    if (produced) x -= penalty.presence;
-    logits[v] = from_float<T>(static_cast<float>(x));
+    logits[v] = penalty.applied(logits[v], in_prompt[v], count[v]);
   }
 }
 
@@ -37,9 +21,8 @@ void penalise_row(T* logits, const bool* in_prompt, const int32_t* count, int64_
 
 void greedy(const Tensor& out, const Tensor& logits) {
   constexpr const char* op = "greedy";
-  check_logits(logits, op);
+  check_greedy(out, logits, op);
   const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
-  check_vector(out, ScalarType::Int, rows, op, "out");
   int32_t* ids = mutable_data<int32_t>(out);
   dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
     using T = decltype(tag);
@@ -51,11 +34,8 @@ void greedy(const Tensor& out, const Tensor& logits) {
 
 void apply_logit_bias(const Tensor& logits, const Tensor& indptr, const Tensor& ids, const Tensor& values) {
   constexpr const char* op = "apply_logit_bias";
-  check_logits(logits, op);
+  check_logit_bias(logits, indptr, ids, values, op);
   const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
-  check_vector(indptr, ScalarType::Int, rows + 1, op, "indptr");
-  check_vector(ids, ScalarType::Int, -1, op, "ids");
-  check_vector(values, ScalarType::Float, ids.size(0), op, "values");
   const int32_t* bounds = data<int32_t>(indptr);
   const int32_t* id = data<int32_t>(ids);
   const float* value = data<float>(values);
@@ -80,17 +60,8 @@ void apply_logit_bias(const Tensor& logits, const Tensor& indptr, const Tensor& 
 void apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Tensor& output_counts,
                      const Tensor& presence, const Tensor& frequency, const Tensor& repetition) {
   constexpr const char* op = "apply_penalties";
-  check_logits(logits, op);
+  check_penalties(logits, prompt_mask, output_counts, presence, frequency, repetition, op);
   const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
-  check_same_shape(prompt_mask, logits, op, "prompt_mask", "logits");
-  check_dtype(prompt_mask, ScalarType::Bool, op, "prompt_mask");
-  check_inner(prompt_mask, op, "prompt_mask");
-  check_same_shape(output_counts, logits, op, "output_counts", "logits");
-  check_dtype(output_counts, ScalarType::Int, op, "output_counts");
-  check_inner(output_counts, op, "output_counts");
-  check_vector(presence, ScalarType::Float, rows, op, "presence");
-  check_vector(frequency, ScalarType::Float, rows, op, "frequency");
-  check_vector(repetition, ScalarType::Float, rows, op, "repetition");
   const bool* mask = data<bool>(prompt_mask);
   const int32_t* counts = data<int32_t>(output_counts);
   const int64_t mask_stride = prompt_mask.stride(0), count_stride = output_counts.stride(0);

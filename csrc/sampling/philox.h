@@ -1,13 +1,19 @@
 // Philox4x32-10, the counter-based generator of Salmon et al. 2011 (doi:10.1145/2063384.2063405).
 #pragma once
 
-#include <array>
 #include <cstdint>
+
+#include "common/target.h"
 
 namespace gristmill {
 
+struct PhiloxWords {
+  uint32_t words[4];
+  GRISTMILL_HOST_DEVICE uint32_t operator[](uint32_t i) const { return words[i]; }
+};
+
 // The four words of the block with key `seed` and counter (position, block, 0, 0).
-inline std::array<uint32_t, 4> philox(uint64_t seed, uint32_t position, uint32_t block) {
+GRISTMILL_HOST_DEVICE inline PhiloxWords philox(uint64_t seed, uint32_t position, uint32_t block) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   uint32_t c0 = position, c1 = block, c2 = 0, c3 = 0;
   for (int round = 0; round < 10; ++round) {
@@ -20,7 +26,7 @@ inline std::array<uint32_t, 4> philox(uint64_t seed, uint32_t position, uint32_t
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return {c0, c1, c2, c3};
+  return {{c0, c1, c2, c3}};
 }
 
 }  // namespace gristmill

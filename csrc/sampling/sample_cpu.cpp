@@ -7,6 +7,7 @@
 
 #include "common/parallel.h"
 #include "common/vec.h"
+#include "sampling/checks.h"
 #include "sampling/gumbel_scan.h"
 #include "sampling/row_scan.h"
 #include "sampling/sampling.h"
@@ -158,16 +159,8 @@ int64_t sample_row(const T* logits, int64_t vocab, const Request& request) {
 void sample(const Tensor& out, const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
             const Tensor& top_p, const Tensor& min_p, const Tensor& seeds, const Tensor& positions) {
   constexpr const char* op = "sample";
-  check_dim(logits, 2, op, "logits");
-  check_inner(logits, op, "logits");
+  check_sample(out, logits, temperature, top_k, top_p, min_p, seeds, positions, op);
   const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
-  check_vector(out, ScalarType::Int, rows, op, "out");
-  check_vector(temperature, ScalarType::Float, rows, op, "temperature");
-  check_vector(top_k, ScalarType::Int, rows, op, "top_k");
-  check_vector(top_p, ScalarType::Float, rows, op, "top_p");
-  check_vector(min_p, ScalarType::Float, rows, op, "min_p");
-  check_vector(seeds, ScalarType::Long, rows, op, "seeds");
-  check_vector(positions, ScalarType::Int, rows, op, "positions");
   int32_t* ids = mutable_data<int32_t>(out);
   dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
     using T = decltype(tag);

@@ -77,7 +77,11 @@ ROWS: dict[str, Callable[[Any], str | None]] = {
 INDICES: dict[str, Callable[[Any], str | None]] = {}
 
 # sampling and quantisation
-LOGITS: dict[str, Callable[[Any], str | None]] = {}
+LOGITS: dict[str, Callable[[Any], str | None]] = {
+    "greedy": _float_key,
+    "apply_penalties": _float_key,
+    "apply_logit_bias": _float_key,
+}
 
 # attention
 ATTENTION: dict[str, Callable[[Any], str | None]] = {"decode_attention": _decode}

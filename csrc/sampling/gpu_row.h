@@ -1,0 +1,86 @@
+// A row of logits before the threads of one block: in packs, each of whole blocks of four random words.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/gpu_launch.h"
+#include "common/gpu_rows.h"
+
+namespace gristmill::gpu {
+
+// Logits in the order of their keys; 0 and -0 share one.
+__device__ inline uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
+}
+__device__ inline float value_of(uint32_t key) {
+  return __uint_as_float(key ^ (key >> 31 != 0 ? 0x80000000u : 0xffffffffu));
+}
+// Larger logits rank higher, equal ones by lowest id. No rank is 0.
+__device__ inline uint64_t rank_of(uint32_t key, int32_t id) {
+  return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(~id);
+}
+__device__ inline int32_t id_of(uint64_t rank) { return static_cast<int32_t>(~static_cast<uint32_t>(rank)); }
+
+// The same maximum in every thread. `scratch` holds one element per warp and is free once all threads are past the
+// block's next barrier.
+template <typename A>
+__device__ inline A block_max(A value, A* scratch) {
+  value = warp_max(value);
+  if (lane_index() == 0) scratch[warp_index()] = value;
+  sync_block();
+  value = scratch[0];
+  for (int w = 1; w < static_cast<int>(blockDim.x) / kWarp; ++w) value = scratch[w] > value ? scratch[w] : value;
+  return value;
+}
+
+template <typename T>
+struct LogitRow {
+  static constexpr int N = kPackElements<T>;
+  const T* x;
+  int64_t vocab;
+  bool aligned;
+
+  // f(first id, pack) for the packs of this thread.
+  template <typename F>
+  __device__ void packs(F&& f) const {
+    const int64_t step = static_cast<int64_t>(blockDim.x) * N;
+#pragma unroll 4
+    for (int64_t first = static_cast<int64_t>(threadIdx.x) * N; first < vocab; first += step)
+      f(first, load_elements<N>(x, first, vocab, aligned));
+  }
+  // f(id, logit) for the logits of this thread that are not -inf.
+  template <typename F>
+  __device__ void each(F&& f) const {
+    packs([&](int64_t first, const Pack<T, N>& pack) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float value = to_float(pack[i]);
+        if (first + i < vocab && value != -INFINITY) f(static_cast<int32_t>(first + i), value);
+      }
+    });
+  }
+};
+
+// One past all ranks: the row holds a NaN or +inf.
+inline constexpr uint64_t kBroken = ~uint64_t{0};
+
+// The best rank among this thread's logits; 0 if there are none but -inf, kBroken if one cannot be ranked.
+template <typename T>
+__device__ inline uint64_t best_of_thread(const LogitRow<T>& row) {
+  float best = -INFINITY;
+  int32_t id = -1;
+  bool broken = false;
+  row.each([&](int32_t v, float x) {
+    broken = broken || !(x < INFINITY);
+    if (x > best) {
+      best = x;
+      id = v;
+    }
+  });
+  if (broken) return kBroken;
+  return id < 0 ? 0 : rank_of(key_of(best), id);
+}
+
+}  // namespace gristmill::gpu
