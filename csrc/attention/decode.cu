@@ -19,6 +19,7 @@ constexpr int kBlocksPerProcessor = 64;  // pieces beyond that many blocks are t
 // warps share the groups. Everything that a thread reads is asked for before the first answer is needed.
 constexpr int kGroups = 16;
 constexpr int kColumns = 4;  // per lane and step
+constexpr int kRound = 128;  // pieces weighed at once
 
 struct MergeShape {
   int32_t low, high;  // pieces of the request that have something to merge
@@ -27,25 +28,28 @@ struct MergeShape {
 };
 
 // Weights of pieces [begin, end) relative to the largest score so far, into shared memory; returns the factor that
-// brings earlier results to it, and updates the total.
+// brings earlier results to it, and updates the total. Sums are taken over the first kRound threads alone, warp by
+// warp.
 template <int kWarps>
 __device__ float weigh(const DecodeProblem& p, const MergeShape& shape, int32_t begin, int32_t end, float* weights,
                        float* scratch, float& largest, float& total) {
+  constexpr int kUsed = kRound / kWarp;
   const int32_t mine = begin + thread_index();
   const float one = mine < end ? p.largest(shape.first_piece + mine)[shape.head] : -INFINITY;
   const float part = mine < end ? p.total(shape.first_piece + mine)[shape.head] : 0.0f;
-  float most = warp_max(one);
-  if (lane_index() == 0) scratch[warp_index()] = most;
+  const float most_of_warp = warp_max(one);
+  if (lane_index() == 0 && warp_index() < kUsed) scratch[warp_index()] = most_of_warp;
   sync_block();
-  most = largest;
-  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, scratch[w]);
+  float most = largest;
+  for (int w = 0; w < kUsed; ++w) most = fmaxf(most, scratch[w]);
   const float base = most == -INFINITY ? 0.0f : most;
-  const float rescale = exp2_fast(largest - base);
-  weights[thread_index()] = exp2_fast(one - base);
-  weights[kWarps * kWarp + thread_index()] = part;
+  const float rescale = exp2_fast(largest - base), weight = exp2_fast(one - base);
+  if (thread_index() < kRound) weights[thread_index()] = weight;
+  const float sum = warp_sum(part * weight);
+  if (lane_index() == 0 && warp_index() < kUsed) scratch[kUsed + warp_index()] = sum;
   sync_block();
   total *= rescale;
-  for (int32_t i = 0; i < end - begin; ++i) total = fmaf(weights[kWarps * kWarp + i], weights[i], total);
+  for (int w = 0; w < kUsed; ++w) total += scratch[kUsed + w];
   largest = most;
   return rescale;
 }
@@ -54,12 +58,12 @@ template <typename T, int kWarps, int kSteps>
 __global__ void __launch_bounds__(kWarps* kWarp) decode_merge_kernel(const DecodeProblem p) {
   constexpr int kThreads = kWarps * kWarp, kMine = kGroups / kWarps;  // groups of a warp
   constexpr int kStride = kSteps == 1 ? kColumns * kWarp : kMaxHeadDim;
-  // Pieces weighed at once. It must not depend on kWarps either.
-  constexpr int kRound = 4 * 32;
+  constexpr int kAhead = 8 / kMine;  // parts of a group that are asked for before their weights are known
   static_assert(kRound <= kThreads && kRound % kGroups == 0 && kGroups % kWarps == 0);
   GRISTMILL_SHARED(float, partial, kGroups* kStride);
-  GRISTMILL_SHARED(float, weights, 2 * kThreads);
-  GRISTMILL_SHARED(float, scratch, kWarps);
+  GRISTMILL_SHARED(float, weights, kRound);
+  GRISTMILL_SHARED(float, scratch, 2 * kRound / kWarp);
+  wait_for_previous_kernel();
   const int32_t request = static_cast<int32_t>(blockIdx.x), head = static_cast<int32_t>(blockIdx.y);
   const int32_t kv_len = p.kv_indptr[request + 1] - p.kv_indptr[request];
   const MergeShape shape = {p.first_seen(kv_len) / kSplit, (kv_len + kSplit - 1) / kSplit, p.first_piece(request),
@@ -69,20 +73,30 @@ __global__ void __launch_bounds__(kWarps* kWarp) decode_merge_kernel(const Decod
   float sums[kMine][kSteps][kColumns] = {};
   for (int32_t begin = shape.low; begin < shape.high; begin += kRound) {
     const int32_t end = begin + kRound < shape.high ? begin + kRound : shape.high;
+    const auto part_of = [&](int group, int i, int step) {
+      const int32_t piece = begin + i * kGroups + group * kWarps + warp_index();
+      const int32_t first = (step * kWarp + lane_index()) * kColumns;
+      return piece < end && first < p.head_dim_v ? load_pack<kColumns>(p.sums(shape.first_piece + piece, head) + first)
+                                                 : Pack<float, kColumns>{};
+    };
+    Pack<float, kColumns> ahead[kMine][kAhead];
+#pragma unroll
+    for (int group = 0; group < kMine; ++group) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) ahead[group][i] = part_of(group, i, 0);
+    }
     const float rescale = weigh<kWarps>(p, shape, begin, end, weights, scratch, largest, total);
 #pragma unroll
     for (int group = 0; group < kMine; ++group) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int32_t first = (step * kWarp + lane_index()) * kColumns;
-        if (first >= p.head_dim_v) break;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) sums[group][step][j] *= rescale;
 #pragma unroll
         for (int i = 0; i < kRound / kGroups; ++i) {
           const int32_t piece = begin + i * kGroups + group * kWarps + warp_index();
           if (piece >= end) break;
-          const auto part = load_pack<kColumns>(p.sums(shape.first_piece + piece, head) + first);
+          const auto part = step == 0 && i < kAhead ? ahead[group][i] : part_of(group, i, step);
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) {
             sums[group][step][j] = fmaf(part[j], weights[piece - begin], sums[group][step][j]);
@@ -122,9 +136,9 @@ void merge(const Launch& launch, const DecodeProblem& p) {
   constexpr int kFew = 128 / kWarp, kMany = kFew * 4;
   const dim3 grid(p.requests, p.num_qo_heads);
   if (p.max_pieces > 32 * static_cast<int64_t>(p.requests)) {
-    launch(decode_merge_kernel<T, kMany, kSteps>, grid, dim3(kMany * kWarp), 0, p);
+    launch.early<decode_merge_kernel<T, kMany, kSteps>>(grid, dim3(kMany * kWarp), p);
   } else {
-    launch(decode_merge_kernel<T, kFew, kSteps>, grid, dim3(kFew * kWarp), 0, p);
+    launch.early<decode_merge_kernel<T, kFew, kSteps>>(grid, dim3(kFew * kWarp), p);
   }
 }
 

@@ -8,7 +8,7 @@ namespace gristmill::gpu {
 
 // Entries of a KV list that one piece covers, counted from the start of the request's list whatever the batch, the plan
 // or the grid. Must be a multiple of every kernel's tile.
-inline constexpr int kSplit = 256;
+inline constexpr int kSplit = 512;
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 

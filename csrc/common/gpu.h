@@ -84,13 +84,26 @@ struct alignas(sizeof(T) * N) Pack {
   __device__ T& operator[](int i) { return values[i]; }
   __device__ const T& operator[](int i) const { return values[i]; }
 };
+// The type that the hardware moves so many bytes as. Without it the compiler may move the elements of a pack one by
+// one.
+template <int kBytes>
+using Raw =
+    std::conditional_t<kBytes == 16, uint4,
+                       std::conditional_t<kBytes == 8, uint2,
+                                          std::conditional_t<kBytes == 4, uint32_t,
+                                                             std::conditional_t<kBytes == 2, uint16_t, uint8_t> > > >;
 template <int N, typename T>
 __device__ inline Pack<T, N> load_pack(const T* from) {
-  return *reinterpret_cast<const Pack<T, N>*>(from);
+  const auto raw = *reinterpret_cast<const Raw<sizeof(T) * N>*>(from);
+  Pack<T, N> pack;
+  memcpy(&pack, &raw, sizeof(pack));
+  return pack;
 }
 template <int N, typename T>
 __device__ inline void store_pack(T* to, const Pack<T, N>& pack) {
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  Raw<sizeof(T) * N> raw;
+  memcpy(&raw, &pack, sizeof(raw));
+  *reinterpret_cast<Raw<sizeof(T) * N>*>(to) = raw;
 }
 // For data read once: through the read-only path, without keeping it in the first-level cache. 16 bytes.
 template <int N, typename T>
@@ -190,8 +203,18 @@ __device__ inline float exp2_fast(float x) {
 #endif
 }
 
-// Adds to an int in global or shared memory and returns what was there.
+// For a kernel that was launched while the one before it on the stream was still running (Launch::early): returns when
+// that one is done and what it wrote can be seen. Nothing that it writes may be read, and nothing that it reads
+// written, before.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Adds to a number in global or shared memory and returns what was there.
 __device__ inline int atomic_add(int* at, int value) { return atomicAdd(at, value); }
+__device__ inline uint32_t atomic_add(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }
 
 }  // namespace gristmill::gpu
 #endif  // GRISTMILL_SIMT

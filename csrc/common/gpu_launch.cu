@@ -19,5 +19,18 @@ int processors_of(int device) {
   return count;
 }
 
+bool EarlyStart::allowed(const void* kernel, int device) {
+  if (device < 0 || device >= 64) return false;
+  const uint64_t bit = uint64_t{1} << device;
+  if ((asked_.load(std::memory_order_acquire) & bit) == 0) {
+    cudaFuncAttributes attributes = {};
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90)
+      allowed_.fetch_or(bit, std::memory_order_relaxed);
+    asked_.fetch_or(bit, std::memory_order_release);
+  }
+  return (allowed_.load(std::memory_order_relaxed) & bit) != 0;
+}
+
 }  // namespace gristmill::gpu
 #endif

@@ -1,6 +1,7 @@
 // The host side of a .cu file: where a kernel runs and how it is launched.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <utility>
 
@@ -30,6 +31,18 @@ inline dim3 blocks_for(int64_t units, int threads) {
   return dim3(static_cast<unsigned>((units + threads - 1) / threads));
 }
 
+#if !defined(GRISTMILL_SIMT)
+// Whether one kernel waits for the kernel before it by itself, per device: its code there must be compiled for Hopper
+// or later, which PTX of an older architecture on a newer device is not.
+class EarlyStart {
+ public:
+  bool allowed(const void* kernel, int device);
+
+ private:
+  std::atomic<uint64_t> asked_{0}, allowed_{0};
+};
+#endif
+
 // A launch on the current stream of a tensor's device. Grids with a dimension of 0 launch nothing.
 //   const Launch launch(x);
 //   launch(kernel<T>, dim3(rows), dim3(256), shared_bytes, arguments...);
@@ -55,12 +68,40 @@ class Launch {
 #endif
   }
 
+  // The same for a kernel that calls wait_for_previous_kernel: from Hopper on it is started, up to that call, while the
+  // previous kernel of the stream comes to its end.
+  template <auto kKernel, typename... Arguments>
+  void early(dim3 grid, dim3 block, Arguments&&... arguments) const {
+#if !defined(GRISTMILL_SIMT) && !defined(__HIPCC__)
+    static EarlyStart early_start;
+    if (early_start.allowed(reinterpret_cast<const void*>(kKernel), device_)) {
+      return overlap(kKernel, grid, block, std::forward<Arguments>(arguments)...);
+    }
+#endif
+    (*this)(kKernel, grid, block, 0, std::forward<Arguments>(arguments)...);
+  }
+
   // Multiprocessors of the device.
   int processors() const { return processors_; }
 
  private:
+#if !defined(GRISTMILL_SIMT)
+  template <typename... Parameters, typename... Arguments>
+  void overlap(void (*kernel)(Parameters...), dim3 grid, dim3 block, Arguments&&... arguments) const {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.stream = stream_;
+    config.attrs = &attribute, config.numAttrs = 1;
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  }
+#endif
+
   int processors_;
 #if !defined(GRISTMILL_SIMT)
+  int device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 #endif
@@ -74,7 +115,7 @@ inline Launch::Launch(const Tensor&) : processors_(1) {}
 int processors_of(int device);
 
 inline Launch::Launch(const Tensor& on)
-    : processors_(processors_of(on.get_device_index())), guard_(on.get_device_index()) {
+    : processors_(processors_of(on.get_device_index())), device_(on.get_device_index()), guard_(on.get_device_index()) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
   stream_ = static_cast<cudaStream_t>(stream);

@@ -98,6 +98,12 @@ struct SlotStore {
     store_elements<N>(row, first, limit, aligned, converted(pack));
   }
 
+  // Whether rows and cache are one piece per token and aligned, and rows whole packs wide: then stored by store_plain.
+  bool plain() const { return heads == 1 && reads_aligned && writes_aligned && width % N == 0; }
+  __device__ void store_plain(int64_t token, int64_t slot, int64_t pack) const {
+    store_pack<N>(to + slot * slot_stride + pack * N, converted(load_pack<N>(from + token * row_stride + pack * N)));
+  }
+
   __device__ void store(int64_t token, int64_t slot, int64_t pack) const {
     const auto [head, within] = heads == 1 ? Divided{0, pack} : divide(pack, packs_per_head());
     const From* row = from + token * row_stride + head * head_stride;

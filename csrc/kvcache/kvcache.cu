@@ -14,17 +14,19 @@ constexpr int kStoreThreads = 256;
 constexpr int kCopyThreads = 256;
 constexpr int kRound = 8;
 
-template <typename From, typename To>
+template <typename From, typename To, bool kPlain>
 __global__ void __launch_bounds__(kStoreThreads)
     store_kernel(const SlotStore<From, To> keys, const SlotStore<From, To> values, const int32_t* slots) {
   const int64_t token = blockIdx.x, slot = slots[token];
   if (!keys.has(slot)) return;
   const int64_t key_packs = keys.packs(), all = key_packs + values.packs();
   for (int64_t unit = threadIdx.x; unit < all; unit += blockDim.x) {
-    if (unit < key_packs) {
-      keys.store(token, slot, unit);
+    const bool is_key = unit < key_packs;
+    const SlotStore<From, To>& rows = is_key ? keys : values;
+    if constexpr (kPlain) {
+      rows.store_plain(token, slot, is_key ? unit : unit - key_packs);
     } else {
-      values.store(token, slot, unit - key_packs);
+      rows.store(token, slot, is_key ? unit : unit - key_packs);
     }
   }
 }
@@ -36,8 +38,9 @@ void store(const Launch& launch, const SlotStore<From, To>& keys, const SlotStor
   const int64_t units = keys.packs() + values.packs();
   const int64_t threads = units < kStoreThreads ? (units + kWarp - 1) / kWarp * kWarp : kStoreThreads;
   if (units == 0) return;
-  launch(store_kernel<From, To>, dim3(static_cast<unsigned>(slots.size(0))), dim3(static_cast<unsigned>(threads)), 0,
-         keys, values, data<int32_t>(slots));
+  const auto kernel = keys.plain() && values.plain() ? store_kernel<From, To, true> : store_kernel<From, To, false>;
+  launch(kernel, dim3(static_cast<unsigned>(slots.size(0))), dim3(static_cast<unsigned>(threads)), 0, keys, values,
+         data<int32_t>(slots));
 }
 
 // Rows of any type as bytes.

@@ -83,6 +83,7 @@ struct Row {
   T* out;
   int lane, lanes;
   Pack<T, N> kept[kPacks > 0 ? kPacks : 1];
+  Pack<T, N> factors[kPacks > 0 && kPlain ? kPacks : 1];  // the weight, asked for before the sums need a barrier
 
   __device__ Row(const Problem<T>& p, int64_t row, int lane, int lanes)
       : problem(p),
@@ -104,11 +105,22 @@ struct Row {
       }
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (first_of(i) < problem.width) f(first_of(i), kept[i]);
+        if (first_of(i) < problem.width) f(i, first_of(i), kept[i]);
       }
     } else {
       for (int i = 0; first_of(i) < problem.width; ++i)
-        f(first_of(i), kFirst ? read(first_of(i)) : reread(first_of(i)));
+        f(i, first_of(i), kFirst ? read(first_of(i)) : reread(first_of(i)));
+    }
+  }
+
+  __device__ void load_factors() {
+    if constexpr (kPlain && kPacks > 0) {
+      if (problem.weight.data == nullptr) return;
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (first_of(i) < problem.width)
+          factors[i] = load_pack<N>(static_cast<const T*>(problem.weight.data) + first_of(i));
+      }
     }
   }
 
@@ -132,7 +144,7 @@ struct Row {
   template <bool kFirst>
   __device__ A sum_of_squares(A mean) {
     A sum = 0;
-    visit<kFirst>([&](int64_t first, const Pack<T, N>& pack) {
+    visit<kFirst>([&](int, int64_t first, const Pack<T, N>& pack) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const A value = static_cast<A>(to_float(pack[i])) - mean;
@@ -143,7 +155,7 @@ struct Row {
   }
   __device__ A sum_of_values() {
     A sum = 0;
-    visit<true>([&](int64_t, const Pack<T, N>& pack) {
+    visit<true>([&](int, int64_t, const Pack<T, N>& pack) {
 #pragma unroll
       for (int i = 0; i < N; ++i) sum += static_cast<A>(to_float(pack[i]));
     });
@@ -151,9 +163,14 @@ struct Row {
   }
 
   __device__ void write(A mean, A scale) {
-    visit<false>([&](int64_t first, const Pack<T, N>& pack) {
+    visit<false>([&](int i_pack, int64_t first, const Pack<T, N>& pack) {
       float weight[N], bias[N];
-      if (problem.weight.data != nullptr) problem.weight.template load<T, kPlain>(first, problem.width, weight);
+      if constexpr (kPlain && kPacks > 0) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) weight[i] = to_float(factors[i_pack][i]);
+      } else if (problem.weight.data != nullptr) {
+        problem.weight.template load<T, kPlain>(first, problem.width, weight);
+      }
       if (problem.bias.data != nullptr) problem.bias.template load<T, kPlain>(first, problem.width, bias);
       Pack<T, N> result;
 #pragma unroll
@@ -172,6 +189,7 @@ template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain, typename S
 __device__ void normalise(const Problem<T>& problem, int64_t row, int lane, int lanes, Sum&& sum) {
   using A = Wide<T>;
   Row<T, kKind, kAdd, kPacks, kPlain> mine(problem, row, lane, lanes);
+  mine.load_factors();
   const A width = static_cast<A>(problem.width);
   A mean = 0;
   if constexpr (kKind == Kind::kLayer) mean = sum(mine.sum_of_values(), 0) / width;

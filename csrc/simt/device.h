@@ -143,8 +143,15 @@ inline float exp2_fast(float x) {
   return y < 0x1p-126f ? 0.0f : y;
 }
 
+inline void wait_for_previous_kernel() {}  // launches run one after another
+
 inline int atomic_add(int* at, int value) {
   const int before = *at;
+  *at += value;
+  return before;
+}
+inline uint32_t atomic_add(uint32_t* at, uint32_t value) {
+  const uint32_t before = *at;
   *at += value;
   return before;
 }
