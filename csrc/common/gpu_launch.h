@@ -43,6 +43,9 @@ class EarlyStart {
 };
 #endif
 
+// A block may have 48 KiB of shared memory without asking, of which a kernel's own arrays take a part.
+inline constexpr size_t kSharedUnasked = 32 * 1024;
+
 // A launch on the current stream of a tensor's device. Grids with a dimension of 0 launch nothing.
 //   const Launch launch(x);
 //   launch(kernel<T>, dim3(rows), dim3(256), shared_bytes, arguments...);
@@ -57,7 +60,7 @@ class Launch {
 #if defined(GRISTMILL_SIMT)
     simt::launch(grid, block, shared_bytes, [&] { kernel(static_cast<Parameters>(arguments)...); });
 #else
-    if (shared_bytes > 48 * 1024) {
+    if (shared_bytes > kSharedUnasked) {
       STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
     }
