@@ -43,17 +43,17 @@ struct LogitRow {
   bool aligned;
 
   // f(first id, pack) for the packs of this thread.
-  template <typename F>
+  template <int kAtOnce, typename F>
   __device__ void packs(F&& f) const {
     const int64_t step = static_cast<int64_t>(blockDim.x) * N;
-#pragma unroll 4
+#pragma unroll kAtOnce
     for (int64_t first = static_cast<int64_t>(threadIdx.x) * N; first < vocab; first += step)
       f(first, load_elements<N>(x, first, vocab, aligned));
   }
   // f(id, logit) for the logits of this thread that are not -inf.
-  template <typename F>
+  template <int kAtOnce, typename F>
   __device__ void each(F&& f) const {
-    packs([&](int64_t first, const Pack<T, N>& pack) {
+    packs<kAtOnce>([&](int64_t first, const Pack<T, N>& pack) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float value = to_float(pack[i]);
@@ -72,7 +72,7 @@ __device__ inline uint64_t best_of_thread(const LogitRow<T>& row) {
   float best = -INFINITY;
   int32_t id = -1;
   bool broken = false;
-  row.each([&](int32_t v, float x) {
+  row.template each<4>([&](int32_t v, float x) {
     broken = broken || !(x < INFINITY);
     if (x > best) {
       best = x;

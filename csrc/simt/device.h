@@ -184,6 +184,7 @@ inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<uint32_
 inline int __clzll(int64_t x) { return x == 0 ? 64 : __builtin_clzll(static_cast<uint64_t>(x)); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 

@@ -79,6 +79,7 @@ INDICES: dict[str, Callable[[Any], str | None]] = {}
 # sampling and quantisation
 LOGITS: dict[str, Callable[[Any], str | None]] = {
     "greedy": _float_key,
+    "sample": _float_key,
     "apply_penalties": _float_key,
     "apply_logit_bias": _float_key,
 }

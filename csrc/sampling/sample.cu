@@ -1,0 +1,313 @@
+// Random choice of a token on GPUs: one block per row, one launch. The same token as the CPU draws, without a sort: see
+// gpu_select.h. The k best are sought among a few: at least k logits are not below the k-th of the threads' best ones.
+#include <torch/csrc/stable/library.h>
+
+#include <bit>
+#include <cmath>
+
+#include "common/gpu_launch.h"
+#include "common/gpu_rows.h"
+#include "sampling/checks.h"
+#include "sampling/gpu_row.h"
+#include "sampling/gpu_select.h"
+#include "sampling/gumbel.h"
+#include "sampling/sampling.h"
+
+namespace gristmill::gpu {
+namespace {
+
+// Twice a bound on the error of the float scores that matter (those within 30 of the largest).
+constexpr float kSlack = 0.02f;
+constexpr int kWarps = kSampleThreads / kWarp;
+
+struct Request {
+  double temperature;
+  int64_t top_k;
+  double top_p;
+  double min_p;
+  uint64_t seed;
+  uint32_t position;
+};
+
+template <typename T>
+struct Problem {
+  int32_t* out;
+  const T* logits;
+  int64_t stride, vocab;
+  bool aligned;
+  int id_bits;
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seeds;
+  const int32_t* positions;
+
+  __device__ Request request(int64_t row) const {
+    return {temperature[row],
+            top_k[row],
+            top_p[row],
+            min_p[row],
+            static_cast<uint64_t>(seeds[row]),
+            static_cast<uint32_t>(positions[row])};
+  }
+};
+
+// How likely a logit is, in double: its score is (logit - largest) / temperature.
+struct Scores {
+  float largest;
+  double temperature;
+  double unit;  // the weight of the largest
+
+  __device__ double score(float x) const { return (static_cast<double>(x) - largest) / temperature; }
+
+  // Equal for equal scores: an infinite temperature makes all alike, and beside a large one small logits round.
+  __device__ uint32_t key(float x) const {
+    if (!(temperature < INFINITY)) return key_of(0.0f);
+    if (fabsf(x) < fabsf(largest) * 0x1p-28f) x = static_cast<float>((static_cast<double>(x) - largest) + largest);
+    return key_of(x);
+  }
+
+  __device__ uint64_t mass(float x) const {
+    const float rough = (x - largest) / static_cast<float>(temperature);
+    if (rough < -50.0f) return 1;
+    const double weight = exp(score(x)) * unit;
+    return weight < 1 ? 1 : static_cast<uint64_t>(weight + 0.5);
+  }
+};
+
+struct MinP {
+  bool on;
+  double least, border;
+
+  __device__ explicit MinP(double min_p)
+      : on(min_p > 0), least(min_p < 1 ? min_p : 1.0), border(on ? log(min_p < 1 ? min_p : 1.0) : 0.0) {}
+
+  // Only near the border is the exponential itself compared.
+  __device__ bool keeps(const Scores& scores, float x) const {
+    if (!on) return true;
+    const double score = scores.score(x), slack = 1e-9;
+    return score >= border + slack || (score >= border - slack && exp(score) >= least);
+  }
+};
+
+// The candidates of a row: those in the list, or all logits, from rank `least` on.
+template <typename T>
+struct Candidates {
+  const LogitRow<T>& row;
+  const Scores& scores;
+  const SampleScratch& scratch;
+  int listed = -1;
+  uint64_t least = 0;
+
+  template <typename F>
+  __device__ void each(F&& f) const {
+    const auto pass = [&](int32_t id, float x) {
+      const uint32_t key = scores.key(x);
+      if (rank_of(key, id) >= least) f(key, id, x);
+    };
+    if (listed < 0) return row.template each<1>(pass);
+    for (int i = static_cast<int>(threadIdx.x); i < listed; i += kSampleThreads)
+      pass(scratch.ids[i], scratch.values[i]);
+  }
+  __device__ Selection select(SampleScratch& s, int id_bits, const Limit& limit) const {
+    constexpr int kKeyBits = sizeof(T) == 2 ? 22 : 32;
+    return gpu::select<kKeyBits>(
+        s, id_bits, limit, [&](auto&& f) { each(f); },
+        [&](float x) { return limit.of_mass ? scores.mass(x) : uint64_t{1}; });
+  }
+};
+
+// Lists what `visit` gives to its argument; how much that is, which may be more than the list holds.
+template <typename Visit>
+__device__ int list(SampleScratch& s, Visit&& visit) {
+  if (threadIdx.x == 0) *s.listed = 0;
+  sync_block();
+  visit([&](int32_t id, float x) {
+    const int at = atomic_add(s.listed, 1);
+    if (at >= kListed) return;
+    s.ids[at] = id;
+    s.values[at] = x;
+  });
+  sync_block();
+  return *s.listed;
+}
+
+template <typename T>
+__device__ void keep_top_k(SampleScratch& s, Candidates<T>& candidates, uint64_t mine, int64_t k, int id_bits) {
+  const Limit limit{false, static_cast<double>(k)};
+  if (k <= kSampleThreads) {
+    candidates.listed = list(s, [&](auto&& f) {
+      if (mine != 0) f(id_of(mine), value_of(static_cast<uint32_t>(mine >> 32)));
+    });
+    const Selection best = candidates.select(s, id_bits, limit);
+    candidates.listed = -1;
+    if (best.until >= static_cast<uint64_t>(k)) {
+      candidates.least = best.last;
+      const int count = list(s, [&](auto&& f) { candidates.each([&](uint32_t, int32_t id, float x) { f(id, x); }); });
+      if (count <= kListed) candidates.listed = count;
+    }
+  }
+  candidates.least = candidates.select(s, id_bits, limit).last;
+}
+
+// The noise of a random word to about 1e-5. Where u is near 1 the inner logarithm is a series in 1 - u.
+__device__ inline float unit_interval(uint32_t word) {
+  return fmaf(static_cast<float>(word >> 16), 65536.0f, static_cast<float>(word & 0xffffu) + 0.5f) * 0x1p-32f;
+}
+__device__ inline float rough_noise(uint32_t word) {
+  const float rest = unit_interval(~word);
+  const float series = rest * fmaf(rest, fmaf(rest, 1.0f / 3, 0.5f), 1.0f);
+  return -logf(rest < 0.03125f ? series : -logf(unit_interval(word)));
+}
+
+// The best candidate of a thread, and then of the block. Equals: the lowest id.
+struct Best {
+  uint64_t value = 0;  // in the order of the doubles
+  int32_t id = INT32_MAX;
+
+  __device__ void see(double x, int32_t token) {
+    const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(x + 0.0));
+    const uint64_t ordered = bits ^ (bits >> 63 != 0 ? ~uint64_t{0} : uint64_t{1} << 63);
+    if (ordered < value || (ordered == value && token > id)) return;
+    value = ordered;
+    id = token;
+  }
+  __device__ int32_t of_block(const SampleScratch& s) const {
+    const uint64_t largest = block_max(value, s.per_warp);
+    return -block_max(value == largest ? -id : -INT32_MAX, s.place_per_warp);
+  }
+};
+
+template <typename T>
+__device__ void draw_from_list(const Candidates<T>& candidates, const Request& request, const MinP& min_p, Best& best) {
+  candidates.each([&](uint32_t, int32_t id, float x) {
+    if (!min_p.keeps(candidates.scores, x)) return;
+    best.see(candidates.scores.score(x) + gumbel(request.seed, request.position, static_cast<uint32_t>(id)), id);
+  });
+}
+
+// f(id, logit, rough value) of every candidate of this thread.
+template <typename T, typename F>
+__device__ void roughly(const Candidates<T>& candidates, const Request& request, const MinP& min_p, F&& f) {
+  const Scores& scores = candidates.scores;
+  const float divisor = static_cast<float>(request.temperature);
+  candidates.row.template packs<1>([&](int64_t first, const auto& pack) {
+#pragma unroll
+    for (int group = 0; group < LogitRow<T>::N; group += 4) {
+      bool kept[4], any = false;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = to_float(pack[group + i]);
+        const int64_t id = first + group + i;
+        kept[i] = id < candidates.row.vocab && x != -INFINITY &&
+                  (candidates.least == 0 || rank_of(scores.key(x), static_cast<int32_t>(id)) >= candidates.least) &&
+                  min_p.keeps(scores, x);
+        any = any || kept[i];
+      }
+      if (!any) continue;
+      const PhiloxWords words = philox(request.seed, request.position, static_cast<uint32_t>((first + group) / 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = to_float(pack[group + i]);
+        if (kept[i]) {
+          f(static_cast<int32_t>(first + group + i), x, (x - scores.largest) / divisor + rough_noise(words.words[i]));
+        }
+      }
+    }
+  });
+}
+
+// Only what comes close to the best of the row by its rough value is computed in double.
+template <typename T>
+__device__ void draw_from_row(const Candidates<T>& candidates, const Request& request, const MinP& min_p,
+                              float* scratch, Best& best) {
+  float first = -INFINITY, second = -INFINITY, logit = 0;
+  int32_t first_id = 0;
+  roughly(candidates, request, min_p, [&](int32_t id, float x, float value) {
+    if (value > first) {
+      second = first;
+      first = value;
+      first_id = id;
+      logit = x;
+    } else if (value > second) {
+      second = value;
+    }
+  });
+  const float close = block_max(first, scratch) - kSlack;
+  const auto see = [&](int32_t id, float x, float value) {
+    if (!(value >= close)) return;
+    best.see(candidates.scores.score(x) + gumbel(request.seed, request.position, static_cast<uint32_t>(id)), id);
+  };
+  if (second >= close) return roughly(candidates, request, min_p, see);
+  see(first_id, logit, first);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads) sample_kernel(const Problem<T> p) {
+  GRISTMILL_SHARED(uint64_t, per_warp, kWarps);
+  GRISTMILL_SHARED(int, place_per_warp, kWarps);
+  GRISTMILL_SHARED(float, rough_per_warp, kWarps);
+  GRISTMILL_SHARED(uint64_t, found, 2);
+  GRISTMILL_SHARED(int, listed, 1);
+  const int64_t b = blockIdx.x;
+  const LogitRow<T> row{p.logits + b * p.stride, p.vocab, p.aligned};
+  const Request request = p.request(b);
+  const uint64_t mine = best_of_thread(row), top = block_max(mine, per_warp);
+  const bool valid = top != 0 && top != kBroken && request.temperature == request.temperature;
+  if (!valid || request.temperature <= 0) {
+    if (threadIdx.x == 0) p.out[b] = valid ? id_of(top) : -1;
+    return;
+  }
+  uint32_t* const words = dynamic_shared<uint32_t>();
+  int32_t* const ids = reinterpret_cast<int32_t*>(words + 2 * kBins * kCopies);
+  SampleScratch s{{words, words + kBins * kCopies},
+                  ids,
+                  reinterpret_cast<float*>(ids + kListed),
+                  listed,
+                  per_warp,
+                  place_per_warp,
+                  found};
+  const Scores scores{value_of(static_cast<uint32_t>(top >> 32)), request.temperature,
+                      static_cast<double>(uint64_t{1} << (p.id_bits > 10 ? 62 - p.id_bits : 52))};
+  Candidates<T> candidates{row, scores, s};
+  if (request.top_k > 0 && request.top_k < p.vocab) keep_top_k(s, candidates, mine, request.top_k, p.id_bits);
+  if (request.top_p < 1) candidates.least = candidates.select(s, p.id_bits, {true, request.top_p}).last;
+  const MinP min_p(request.min_p);
+  Best best;
+  if (candidates.listed >= 0) {
+    draw_from_list(candidates, request, min_p, best);
+  } else {
+    draw_from_row(candidates, request, min_p, rough_per_warp, best);
+  }
+  const int32_t id = best.of_block(s);
+  if (threadIdx.x == 0) p.out[b] = id;
+}
+
+}  // namespace
+
+void sample(const Tensor& out, const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
+            const Tensor& top_p, const Tensor& min_p, const Tensor& seeds, const Tensor& positions) {
+  constexpr const char* op = "sample";
+  check_sample(out, logits, temperature, top_k, top_p, min_p, seeds, positions, op);
+  const int64_t vocab = logits.size(1);
+  dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
+    using T = decltype(tag);
+    const Problem<T> problem{
+        mutable_data<int32_t>(out), data<T>(logits),
+        logits.stride(0),           vocab,
+        steps_by(logits, 16),       static_cast<int>(std::bit_width(static_cast<uint64_t>(vocab - 1))),
+        data<float>(temperature),   data<int32_t>(top_k),
+        data<float>(top_p),         data<float>(min_p),
+        data<int64_t>(seeds),       data<int32_t>(positions)};
+    const Launch launch(logits);
+    launch(sample_kernel<T>, dim3(static_cast<unsigned>(logits.size(0))), dim3(kSampleThreads), SampleScratch::kBytes,
+           problem);
+  });
+}
+
+}  // namespace gristmill::gpu
+
+STABLE_TORCH_LIBRARY_IMPL(GRISTMILL_GPU_NAMESPACE, GRISTMILL_GPU_KEY, m) {
+  m.impl("sample", TORCH_BOX(&gristmill::gpu::sample));
+}
