@@ -123,6 +123,15 @@ def sample_cases() -> list[Case]:
     cases.append(_sample("broken", lambda inputs: broken_rows(1), 1, torch.float32, off))
     cases.append(_sample("large", random_rows(50_257, 3), 50_257, torch.float32, {"temperature": 1.0, "top_p": 0.9}))
     cases.append(_sample("large", random_rows(50_257, 2), 50_257, torch.bfloat16, {"temperature": 1.0, "top_k": 40}))
+    # More equals than a short list of the best can hold: an infinite temperature makes all alike.
+    for parameters in ({"top_k": 9}, {"top_k": 700}, {"top_p": 0.5}, {"top_k": 300, "top_p": 0.5}, {"min_p": 0.9}):
+        cases.append(_sample("alike", random_rows(5003, 3), 5003, torch.float32, {**off, "temperature": INF, **parameters}))
+    # Scores are equal where the difference from a large logit rounds; 0 and -0 are equal as they are.
+    near_zero = torch.full((2, 90), -3.0)
+    near_zero[0, [40, 41, 42, 43]], near_zero[1, [7, 8]] = torch.tensor([-0.0, 0.0, 1e-30, 1e-25]), torch.tensor([-0.0, 0.0])
+    near_zero[0, 80] = 1.0
+    for k in (1, 2, 3, 4):
+        cases.append(_sample(f"near-zero-{k}", lambda inputs: near_zero, 90, torch.float32, {**off, "temperature": 1.0, "top_k": k}))
     # Coarse bfloat16 logits tie often: the k-th place is then shared, and the lowest ids win it.
     cases.append(
         _sample(
