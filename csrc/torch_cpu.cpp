@@ -47,6 +47,7 @@ STABLE_TORCH_LIBRARY_IMPL(gristmill_native, CPU, m) {
   m.impl("greedy", TORCH_BOX(&gristmill::greedy));
   m.impl("sample", TORCH_BOX(&gristmill::sample));
   m.impl("apply_logit_bias", TORCH_BOX(&gristmill::apply_logit_bias));
+  m.impl("apply_token_bitmask", TORCH_BOX(&gristmill::apply_token_bitmask));
   m.impl("apply_penalties", TORCH_BOX(&gristmill::apply_penalties));
   m.impl("pack_weight", TORCH_BOX(&gristmill::pack_weight));
   m.impl("packed_linear", TORCH_BOX(&gristmill::packed_linear));

@@ -50,4 +50,13 @@ inline void check_penalties(const Tensor& logits, const Tensor& prompt_mask, con
   check_vector(repetition, ScalarType::Float, logits.size(0), op, "repetition");
 }
 
+inline void check_token_bitmask(const Tensor& logits, const Tensor& bitmask, const char* op) {
+  check_logits(logits, op);
+  check_dim(bitmask, 2, op, "bitmask");
+  check_dtype(bitmask, ScalarType::Int, op, "bitmask");
+  check_size(bitmask, 0, logits.size(0), op, "bitmask");
+  check_size(bitmask, 1, (logits.size(1) + 31) / 32, op, "bitmask");
+  check_inner(bitmask, op, "bitmask");
+}
+
 }  // namespace gristmill

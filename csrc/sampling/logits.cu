@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kGreedyThreads = 1024;
 constexpr int kBiasThreads = 128;
+constexpr int kBitmaskThreads = 256;
 constexpr int kPenaltyThreads = 256;
 constexpr int kPenaltyElements = 4;
 
@@ -81,6 +82,29 @@ __global__ void __launch_bounds__(kPenaltyThreads) penalty_kernel(const Penaltie
   }
 }
 
+// A pack of tokens per thread, whose bits lie in one word.
+template <typename T>
+__global__ void __launch_bounds__(kBitmaskThreads)
+    bitmask_kernel(T* logits, int64_t stride, int64_t rows, int64_t vocab, bool aligned, const int32_t* bitmask,
+                   int64_t word_stride) {
+  constexpr int N = kPackElements<T>;
+  const auto [row, pack] =
+      divide(static_cast<int64_t>(blockIdx.x) * kBitmaskThreads + threadIdx.x, (vocab + N - 1) / N);
+  if (row >= rows) return;
+  const int64_t first = pack * N;
+  const uint32_t bits = static_cast<uint32_t>(bitmask[row * word_stride + first / 32]) >> (first % 32);
+  constexpr uint32_t kAll = (1u << N) - 1;
+  if ((bits & kAll) == kAll) return;
+  T* const x = logits + row * stride;
+  Pack<T, N> values;
+  if ((bits & kAll) != 0) values = load_elements<N>(x, first, vocab, aligned);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if ((bits >> i & 1) == 0) values[i] = from_float<T>(-INFINITY);
+  }
+  store_elements<N>(x, first, vocab, aligned, values);
+}
+
 }  // namespace
 
 void greedy(const Tensor& out, const Tensor& logits) {
@@ -134,10 +158,24 @@ void apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Tens
   });
 }
 
+void apply_token_bitmask(const Tensor& logits, const Tensor& bitmask) {
+  constexpr const char* op = "apply_token_bitmask";
+  check_token_bitmask(logits, bitmask, op);
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
+    using T = decltype(tag);
+    const Launch launch(logits);
+    launch(bitmask_kernel<T>, blocks_for(rows * ((vocab + kPackElements<T> - 1) / kPackElements<T>), kBitmaskThreads),
+           dim3(kBitmaskThreads), 0, mutable_data<T>(logits), logits.stride(0), rows, vocab, steps_by(logits, 16),
+           data<int32_t>(bitmask), bitmask.stride(0));
+  });
+}
+
 }  // namespace gristmill::gpu
 
 STABLE_TORCH_LIBRARY_IMPL(GRISTMILL_GPU_NAMESPACE, GRISTMILL_GPU_KEY, m) {
   m.impl("greedy", TORCH_BOX(&gristmill::gpu::greedy));
   m.impl("apply_logit_bias", TORCH_BOX(&gristmill::gpu::apply_logit_bias));
   m.impl("apply_penalties", TORCH_BOX(&gristmill::gpu::apply_penalties));
+  m.impl("apply_token_bitmask", TORCH_BOX(&gristmill::gpu::apply_token_bitmask));
 }

@@ -1,4 +1,6 @@
 // Greedy choice, logit bias and penalties on the CPU. Edits are computed in double and rounded once.
+#include <cmath>
+
 #include "common/parallel.h"
 #include "common/vec.h"
 #include "sampling/checks.h"
@@ -71,6 +73,24 @@ void apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Tens
     parallel_units(rows, vocab * 8, [&](int64_t b) {
       const Penalty penalty{data<float>(presence)[b], data<float>(frequency)[b], data<float>(repetition)[b]};
       penalise_row(x + b * stride, mask + b * mask_stride, counts + b * count_stride, vocab, penalty);
+    });
+  });
+}
+
+void apply_token_bitmask(const Tensor& logits, const Tensor& bitmask) {
+  constexpr const char* op = "apply_token_bitmask";
+  check_token_bitmask(logits, bitmask, op);
+  const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
+  const int32_t* words = data<int32_t>(bitmask);
+  const int64_t word_stride = bitmask.stride(0);
+  dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
+    using T = decltype(tag);
+    T* x = mutable_data<T>(logits);
+    parallel_units(rows, vocab, [&](int64_t b) {
+      for (int64_t v = 0; v < vocab; ++v) {
+        const uint32_t word = static_cast<uint32_t>(words[b * word_stride + v / 32]);
+        if ((word >> (v % 32) & 1) == 0) x[b * stride + v] = from_float<T>(-INFINITY);
+      }
     });
   });
 }

@@ -11,5 +11,6 @@ void sample(const Tensor& out, const Tensor& logits, const Tensor& temperature, 
 void apply_logit_bias(const Tensor& logits, const Tensor& indptr, const Tensor& ids, const Tensor& values);
 void apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Tensor& output_counts,
                      const Tensor& presence, const Tensor& frequency, const Tensor& repetition);
+void apply_token_bitmask(const Tensor& logits, const Tensor& bitmask);
 
 }  // namespace gristmill

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from gristmill_kernels.rope import apply_rope_store_kv as apply_rope_store_kv
     from gristmill_kernels.sampling import apply_logit_bias as apply_logit_bias
     from gristmill_kernels.sampling import apply_penalties as apply_penalties
+    from gristmill_kernels.sampling import apply_token_bitmask as apply_token_bitmask
     from gristmill_kernels.sampling import greedy as greedy
     from gristmill_kernels.sampling import sample as sample
 
@@ -108,6 +109,7 @@ _HOME = {
     "apply_rope_store_kv": "rope",
     "apply_logit_bias": "sampling",
     "apply_penalties": "sampling",
+    "apply_token_bitmask": "sampling",
     "greedy": "sampling",
     "sample": "sampling",
 }

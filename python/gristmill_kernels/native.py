@@ -100,6 +100,7 @@ PREDICATES: dict[str, Predicate] = {
     "greedy": _float_key,
     "sample": _float_key,
     "apply_logit_bias": _float_key,
+    "apply_token_bitmask": _float_key,
     "apply_penalties": _float_key,
     "pack_weight": _linear,
     "packed_linear": _linear,

@@ -82,6 +82,7 @@ LOGITS: dict[str, Callable[[Any], str | None]] = {
     "sample": _float_key,
     "apply_penalties": _float_key,
     "apply_logit_bias": _float_key,
+    "apply_token_bitmask": _float_key,
 }
 
 # attention

@@ -158,3 +158,29 @@ def apply_penalties(
         torch.ops.gristmill.apply_penalties(logits, prompt_mask, output_counts, presence, frequency, repetition)
     else:
         select("apply_penalties", norm_key(logits))(logits, prompt_mask, output_counts, presence, frequency, repetition)
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
+    """Leave only the tokens whose bit is set, in place: the logits of the others become -inf.
+
+    Args:
+        logits: [B, V] float32, float16 or bfloat16; any row stride; changed.
+        bitmask: [B, ceil(V / 32)] int32, contiguous rows; bit v % 32 of word v // 32, lowest first, is token v's. Bits past V are ignored.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that does not fit, in one sentence.
+
+    Source: the layout of xgrammar's token bitmask (Dong et al., "XGrammar", 2024).
+    """
+    _check_logits("apply_token_bitmask", logits)
+    if bitmask.dtype is not torch.int32:
+        raise refuse_dtype("apply_token_bitmask", "bitmask", bitmask, "int32")
+    batch, words = logits.shape[0], (logits.shape[1] + 31) // 32
+    if bitmask.shape != (batch, words) or not is_dense(bitmask):
+        raise refuse_shape("apply_token_bitmask", "bitmask", bitmask, f"[B, ceil(V / 32)] = {(batch, words)}, with contiguous rows")
+    if not same_device(bitmask, logits):
+        raise refuse_device("apply_token_bitmask", "bitmask", bitmask, logits)
+    if torch.compiler.is_compiling():
+        torch.ops.gristmill.apply_token_bitmask(logits, bitmask)
+    else:
+        select("apply_token_bitmask", norm_key(logits))(logits, bitmask)

@@ -341,6 +341,11 @@ _SPECS = (
         LogitsKey,
         lambda logits, *rest, **options: norm_key(logits),
     ),
+    OpSpec(
+        "apply_token_bitmask(Tensor(a!) logits, Tensor bitmask) -> ()",
+        LogitsKey,
+        lambda logits, bitmask: norm_key(logits),
+    ),
     # gemm: `packed` is 1-D, of the weight's dtype; its layout belongs to the family that packed it
     OpSpec("pack_weight(Tensor(a!) out, Tensor weight) -> ()", LinearKey, lambda out, weight: norm_key(weight)),
     OpSpec(

@@ -289,6 +289,11 @@ def _penalties(d: Draw) -> Iterator[Case]:
     yield Case("all three", (d.normal(3, 503), counts > 1, counts, *strengths), 4.0)
 
 
+def _bitmask(d: Draw) -> Iterator[Case]:
+    words = torch.randint(-(2**31), 2**31, (3, 16), generator=d.generator).to(torch.int32)
+    yield Case("random bits", (d.normal(3, 503), words))
+
+
 WEIGHTS = ((1, 64, 96), (5, 33, 40), (16, 256, 512), (3, 128, 4096))
 
 
@@ -348,6 +353,7 @@ CASES: dict[str, Callable[[Draw], Iterator[Case]]] = {
     "sample": _sample,
     "apply_logit_bias": _bias,
     "apply_penalties": _penalties,
+    "apply_token_bitmask": _bitmask,
     "packed_linear": _linear,  # and with it pack_weight, whose layout is each family's own
     "skinny_linear": _skinny,
 }

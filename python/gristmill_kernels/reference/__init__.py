@@ -44,6 +44,7 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "sample": sampling.sample,
     "apply_logit_bias": sampling.apply_logit_bias,
     "apply_penalties": sampling.apply_penalties,
+    "apply_token_bitmask": sampling.apply_token_bitmask,
     "pack_weight": gemm.pack_weight,
     "packed_linear": gemm.packed_linear,
     "skinny_linear": gemm.skinny_linear,

@@ -107,3 +107,8 @@ def apply_penalties(
     wide = torch.where(prompt_mask | produced, repeated, wide)
     wide = wide - frequency.double()[:, None] * output_counts - presence.double()[:, None] * produced
     logits.copy_(wide)
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
+    bits = bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bitmask.device) & 1
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))

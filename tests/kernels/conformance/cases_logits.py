@@ -198,6 +198,23 @@ def _apply_penalties(dtype: torch.dtype, layout: str, neutral: bool, vocab_size:
     return Case("apply_penalties", f"{vocab_size}-{short(dtype)}-{layout}{'-neutral' * neutral}", build, ("cpu", dtype))
 
 
+def _apply_token_bitmask(vocab_size: int, dtype: torch.dtype, layout: str, kind: str) -> Case:
+    def build(inputs: Inputs) -> Call:
+        batch, words = 4, -(-vocab_size // 32)
+        logits = inputs.normal(batch, vocab_size, dtype=dtype, layout=layout)
+        logits[1, 0] = NAN  # masked or kept like any other
+        bitmask = inputs.of(inputs.ints(-(2**31), 2**31 - 1, batch, words), layout)
+        if kind != "random":
+            bitmask.fill_(-1 if kind == "all" else 0)
+        expected = logits.double().clone()
+        for row, token in itertools.product(range(batch), range(vocab_size)):
+            if not int(bitmask[row, token // 32]) & 0xFFFFFFFF & 1 << token % 32:
+                expected[row, token] = -INF
+        return Call((logits, bitmask), [Output(logits, expected, None)])
+
+    return Case("apply_token_bitmask", f"{vocab_size}-{short(dtype)}-{layout}-{kind}", build, ("cpu", dtype))
+
+
 def logit_change_cases() -> list[Case]:
     ids = [[3, 69, 0], [], [5, 70, -1, 5, 700_000], [1]]
     cases = [_apply_logit_bias(dtype, layout, ids) for dtype, layout in zip(DTYPES, ("dense", "padded", "ragged"))]
@@ -207,6 +224,12 @@ def logit_change_cases() -> list[Case]:
         _apply_logit_bias(torch.float32, "dense", [[], []]),
     ]
     cases += [_apply_penalties(dtype, layout, False, 67) for dtype, layout in zip(DTYPES, ("dense", "padded", "ragged"))]
+    cases += [
+        _apply_token_bitmask(size, dtype, layout, "random")
+        for size in (1, 64, 99, 1003)
+        for dtype, layout in zip(DTYPES, ("dense", "padded", "ragged"))
+    ]
+    cases += [_apply_token_bitmask(70, torch.bfloat16, "dense", kind) for kind in ("all", "none")]
     return cases + [_apply_penalties(torch.bfloat16, "dense", True, 40), _apply_penalties(torch.float32, "ragged", False, 1)]
 
 

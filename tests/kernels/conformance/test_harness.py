@@ -463,6 +463,10 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
         "the prompt is not repeated": altered(sampling.apply_penalties, prompt_mask=lambda a: torch.zeros_like(a["prompt_mask"])),
         "counts are capped": altered(sampling.apply_penalties, output_counts=lambda a: a["output_counts"].clamp(max=1)),
     },
+    "apply_token_bitmask": {
+        "the first token is lost": followed_by(sampling.apply_token_bitmask, lambda logits, bitmask: logits[:, :1].fill_(float("-inf"))),
+        "set bits are masked": altered(sampling.apply_token_bitmask, bitmask=lambda a: ~a["bitmask"]),
+    },
     "pack_weight": {"the last column is lost": followed_by(gemm.pack_weight, lambda out, weight: out.view(weight.shape)[:, -1].zero_())},
     "packed_linear": {
         "the bias is ignored": altered(gemm.packed_linear, bias=None),
