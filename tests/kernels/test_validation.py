@@ -53,6 +53,10 @@ def store(**changes: Any) -> None:
     gk.store_kv(**(arguments | {"k_cache": pool(), "v_cache": pool()} | changes))
 
 
+def mask(**changes: Any) -> None:
+    gk.apply_token_bitmask(**({"logits": torch.zeros(ROWS, VOCAB), "bitmask": torch.zeros(ROWS, 1, dtype=torch.int32)} | changes))
+
+
 def draw(**changes: Any) -> None:
     one = torch.ones(ROWS)
     arguments = {"temperature": one, "top_k": i32(0, 0, 0), "top_p": one, "min_p": one, "seeds": torch.zeros(ROWS, dtype=torch.int64)}
@@ -232,6 +236,13 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (draw, {"logits": torch.zeros(ROWS, 0)}, ValueError, "sample: logits has shape (3, 0), but should be [B, V] with V >= 1"),
     (draw, {"seeds": i32(0, 0, 0)}, TypeError, "sample: seeds has dtype int32, but should be int64"),
     (draw, {"temperature": torch.ones(2)}, ValueError, "sample: temperature has shape (2,), but should be [B] = (3,)"),
+    (mask, {"bitmask": torch.zeros(ROWS, 1, dtype=torch.int64)}, TypeError, "apply_token_bitmask: bitmask has dtype int64, but should be int32"),
+    (
+        mask,
+        {"bitmask": torch.zeros(ROWS, 2, dtype=torch.int32)},
+        ValueError,
+        "apply_token_bitmask: bitmask has shape (3, 2), but should be [B, ceil(V / 32)] = (3, 1), with contiguous rows",
+    ),
     (linear, {"x": torch.zeros(ROWS, 9)}, ValueError, "linear: x has shape (3, 9), but should be [M, 8]"),
     (skinny, {"x": torch.zeros(17, DIM)}, ValueError, "skinny_linear: x has shape (17, 8), but should be [M, K] with M <= 16"),
     (skinny, {"x": torch.zeros(DIM)}, ValueError, "skinny_linear: x has shape (8,), but should be [M, K] with M <= 16"),
