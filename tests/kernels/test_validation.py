@@ -236,7 +236,12 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (draw, {"logits": torch.zeros(ROWS, 0)}, ValueError, "sample: logits has shape (3, 0), but should be [B, V] with V >= 1"),
     (draw, {"seeds": i32(0, 0, 0)}, TypeError, "sample: seeds has dtype int32, but should be int64"),
     (draw, {"temperature": torch.ones(2)}, ValueError, "sample: temperature has shape (2,), but should be [B] = (3,)"),
-    (mask, {"bitmask": torch.zeros(ROWS, 1, dtype=torch.int64)}, TypeError, "apply_token_bitmask: bitmask has dtype int64, but should be int32"),
+    (
+        mask,
+        {"bitmask": torch.zeros(ROWS, 1, dtype=torch.int64)},
+        TypeError,
+        "apply_token_bitmask: bitmask has dtype int64, but should be int32",
+    ),
     (
         mask,
         {"bitmask": torch.zeros(ROWS, 2, dtype=torch.int32)},
