@@ -131,14 +131,124 @@ __global__ void __launch_bounds__(kWarps* kWarp) decode_merge_kernel(const Decod
   }
 }
 
+// The same for heads that one warp holds at once, with a warp per request and query head and no barrier: faster where
+// there are few pieces. Every sum is taken in the same order as there.
+constexpr int kNarrowWarps = 4;
+
+template <typename T>
+struct NarrowMerge {
+  static constexpr int kChunks = kRound / kWarp;  // of a round, a piece per lane
+
+  const DecodeProblem& p;
+  MergeShape shape;
+  float largest, total;
+  float sums[kGroups][kColumns];
+
+  __device__ int32_t column() const { return lane_index() * kColumns; }
+
+  // Weights of the pieces of a round: this lane's of each chunk.
+  __device__ void weigh(int32_t begin, int32_t end, float (&weights)[kChunks]) {
+    float part[kChunks], most = largest;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int32_t mine = begin + c * kWarp + lane_index();
+      weights[c] = mine < end ? p.largest(shape.first_piece + mine)[shape.head] : -INFINITY;
+      part[c] = mine < end ? p.total(shape.first_piece + mine)[shape.head] : 0.0f;
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) most = fmaxf(most, begin + c * kWarp < end ? warp_max(weights[c]) : -INFINITY);
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float rescale = exp2_fast(largest - base);
+    total *= rescale;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      weights[c] = exp2_fast(weights[c] - base);
+      if (begin + c * kWarp < end) total += warp_sum(part[c] * weights[c]);
+    }
+    largest = most;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) sums[group][j] *= rescale;
+    }
+  }
+
+  // Half of the groups at a time, so that their parts are all asked for before the first is needed.
+  __device__ void add(int32_t begin, int32_t end, const float (&weights)[kChunks]) {
+    constexpr int kHalf = kGroups / 2;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (begin + c * kWarp >= end) break;
+#pragma unroll 1
+      for (int block = 0; block < kWarp; block += kGroups) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int32_t first = begin + c * kWarp + block + half * kHalf;
+          Pack<float, kColumns> parts[kHalf];
+#pragma unroll
+          for (int i = 0; i < kHalf; ++i) {
+            const bool there = first + i < end && column() < p.head_dim_v;
+            parts[i] = there ? load_pack<kColumns>(p.sums(shape.first_piece + first + i, shape.head) + column())
+                             : Pack<float, kColumns>{};
+          }
+#pragma unroll
+          for (int i = 0; i < kHalf; ++i) {
+            const float weight = shuffle(weights[c], block + half * kHalf + i);
+            if (first + i >= end) break;
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) {
+              float& sum = sums[half * kHalf + i][j];
+              sum = fmaf(parts[i][j], weight, sum);
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kNarrowWarps* kWarp) decode_merge_narrow_kernel(const DecodeProblem p) {
+  wait_for_previous_kernel();
+  const int32_t request = static_cast<int32_t>(blockIdx.x);
+  const int32_t head = static_cast<int32_t>(blockIdx.y) * kNarrowWarps + warp_index();
+  if (head >= p.num_qo_heads) return;
+  const int32_t kv_len = p.kv_indptr[request + 1] - p.kv_indptr[request];
+  const MergeShape shape = {p.first_seen(kv_len) / kSplit, (kv_len + kSplit - 1) / kSplit, p.first_piece(request),
+                            head};
+  NarrowMerge<T> merge = {p, shape, p.sinks != nullptr ? p.sinks[head] * kLog2E : -INFINITY, 0, {}};
+  merge.total = merge.largest == -INFINITY ? 0.0f : 1.0f;
+  for (int32_t begin = shape.low; begin < shape.high; begin += kRound) {
+    const int32_t end = begin + kRound < shape.high ? begin + kRound : shape.high;
+    float weights[NarrowMerge<T>::kChunks];
+    merge.weigh(begin, end, weights);
+    merge.add(begin, end, weights);
+  }
+  const float factor = p.v_scale / (merge.total == 0 ? 1.0f : merge.total);
+  if (merge.column() < p.head_dim_v) {
+    T* const out = static_cast<T*>(p.out) + request * p.out_row + head * p.out_head + merge.column();
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      float sum = merge.sums[0][j];
+#pragma unroll
+      for (int group = 1; group < kGroups; ++group) sum += merge.sums[group][j];
+      out[j] = from_float<T>(sum * factor);
+    }
+  }
+  if (p.lse != nullptr && lane_index() == 0) {
+    p.lse[request * p.lse_row + head * p.lse_head] =
+        merge.total == 0 ? -INFINITY : (merge.largest + log2f(merge.total)) * kLn2;
+  }
+}
+
 template <typename T, int kSteps>
 void merge(const Launch& launch, const DecodeProblem& p) {
-  constexpr int kFew = 128 / kWarp, kMany = kFew * 4;
-  const dim3 grid(p.requests, p.num_qo_heads);
-  if (p.max_pieces > 32 * static_cast<int64_t>(p.requests)) {
-    launch.early<decode_merge_kernel<T, kMany, kSteps>>(grid, dim3(kMany * kWarp), p);
+  constexpr int kWarps = 512 / kWarp;
+  if (kSteps == 1 && p.max_pieces <= 32 * static_cast<int64_t>(p.requests)) {
+    const dim3 grid(p.requests, (p.num_qo_heads + kNarrowWarps - 1) / kNarrowWarps);
+    launch.early<decode_merge_narrow_kernel<T>>(grid, dim3(kNarrowWarps * kWarp), p);
   } else {
-    launch.early<decode_merge_kernel<T, kFew, kSteps>>(grid, dim3(kFew * kWarp), p);
+    launch.early<decode_merge_kernel<T, kWarps, kSteps>>(dim3(p.requests, p.num_qo_heads), dim3(kWarps * kWarp), p);
   }
 }
 

@@ -112,11 +112,77 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const Merged<T> merged,
   if (lane_index() == 0) merged.lse[row * merged.lse_row + head * merged.lse_head] = total.lse;
 }
 
+// merge_state where a block holds all packs of one head or of several: everything is read at once.
+constexpr int kPairThreads = 512;
+
+template <typename T>
+__global__ void __launch_bounds__(kPairThreads)
+    pair_kernel(const Merged<T> merged, const States<T> states, int32_t packs, int32_t heads_per_block) {
+  constexpr int N = kPackElements<T>;
+  using A = Wide<T>;
+  const int64_t row = blockIdx.x;
+  const int32_t within = thread_index() / packs, pack = thread_index() % packs;
+  const int64_t head = static_cast<int64_t>(blockIdx.y) * heads_per_block + within,
+                first = static_cast<int64_t>(pack) * N;
+  const bool there = within < heads_per_block && head < states.heads;
+  float merged_lse = kEmpty;
+  if (there) {
+    const float lse_a = states.lse[0][row * states.lse_row[0] + head * states.lse_head[0]];
+    const float lse_b = states.lse[1][row * states.lse_row[1] + head * states.lse_head[1]];
+    const T* const at_a = states.o[0] + row * states.o_row[0] + head * states.o_head[0];
+    const T* const at_b = states.o[1] + row * states.o_row[1] + head * states.o_head[1];
+    const auto a = load_elements<N>(at_a, first, states.width, states.aligned);
+    const auto b = load_elements<N>(at_b, first, states.width, states.aligned);
+    const A largest = static_cast<A>(lse_a > lse_b ? lse_a : lse_b);
+    A weight_a = 0, weight_b = 0;
+    if (lse_a == kEmpty || lse_b == kEmpty) {  // the other one is copied, bit for bit
+      weight_a = lse_a == kEmpty ? 0 : 1;
+      weight_b = lse_b == kEmpty ? 0 : 1;
+      merged_lse = lse_a == kEmpty ? lse_b : lse_a;
+    } else {
+      weight_a = exponential(static_cast<A>(lse_a) - largest);
+      weight_b = exponential(static_cast<A>(lse_b) - largest);
+      const A sum = weight_a + weight_b;
+      merged_lse = static_cast<float>(largest + logarithm(sum));
+      weight_a /= sum;
+      weight_b /= sum;
+    }
+    const float scale_a = static_cast<float>(weight_a), scale_b = static_cast<float>(weight_b);
+    Pack<T, N> result;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {  // what has no weight may be NaN
+      const float part_b = scale_b == 0 ? 0.0f : to_float(b[i]) * scale_b;
+      result[i] = from_float<T>(scale_a == 0   ? part_b
+                                : scale_b == 0 ? to_float(a[i]) * scale_a
+                                               : fmaf(to_float(a[i]), scale_a, part_b));
+    }
+    store_elements<N>(merged.out + row * merged.out_row + head * merged.out_head, first, states.width, states.aligned,
+                      result);
+  }
+  sync_block();  // out_lse may be one of the states'
+  if (there && pack == 0) merged.lse[row * merged.lse_row + head * merged.lse_head] = merged_lse;
+}
+
+template <typename T>
+bool try_pair(const Tensor& out, const Merged<T>& merged, const States<T>& states) {
+  const int64_t packs = (states.width + kPackElements<T> - 1) / kPackElements<T>;
+  if (packs == 0 || packs > kPairThreads || states.heads == 0) return false;
+  const int64_t fit = kPairThreads / packs, heads = fit < states.heads ? fit : states.heads;
+  const int64_t threads = (heads * packs + kWarp - 1) / kWarp * kWarp;
+  const Launch launch(out);
+  launch(pair_kernel<T>,
+         dim3(static_cast<unsigned>(states.rows), static_cast<unsigned>((states.heads + heads - 1) / heads)),
+         dim3(static_cast<unsigned>(threads)), 0, merged, states, static_cast<int32_t>(packs),
+         static_cast<int32_t>(heads));
+  return true;
+}
+
 template <typename T>
 void run(const Tensor& out, const Tensor& out_lse, const States<T>& states) {
   const Merged<T> merged = {mutable_data<T>(out), mutable_data<float>(out_lse),
                             out.stride(0),        out.stride(1),
                             out_lse.stride(0),    out_lse.stride(1)};
+  if (states.separate && try_pair(out, merged, states)) return;
   const Launch launch(out);
   launch(merge_kernel<T>, blocks_for(states.rows * states.heads * kWarp, kThreads), dim3(kThreads), 0, merged, states);
 }

@@ -45,3 +45,11 @@ def test_drawn_cases_pass_in_other_orders(warp: int, orders: tuple[int | None, .
 
 def test_drawn_cases_pass_under_sanitizers(seed: int, tmp_path: Path) -> None:
     run_suite(seed, tmp_path, 32, "--asan", "--drawn=2", f"--order={seed % 1000}")
+
+
+@pytest.mark.parametrize("warp", [32, 64])
+def test_rows_of_decode_attention_stand_alone(warp: int, seed: int) -> None:
+    library = build.build(warp, ops=["decode_attention"])
+    command = [sys.executable, "-m", "tests.kernels.simt.decode_rows", str(library), str(seed)]
+    done = subprocess.run(command, cwd=build.ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
