@@ -1,5 +1,5 @@
-// Linear layers over weights packed once, and skinny_linear over plain ones. Every output element is summed over K in one fixed order, whatever M, the
-// tiles or the threads.
+// Linear layers over weights packed once, and skinny_linear over plain ones. Every output element is summed over K in
+// one fixed order, whatever M, the tiles or the threads.
 #pragma once
 
 #include "common/check.h"
