@@ -345,7 +345,8 @@ def test_29_aborts_while_queued_or_half_prefilled(server):
     for _ in range(2):
         assert server.request("POST", "/abort_request", {"rid": "nobody"}) == (200, {"aborted_choices": 0})
     with ThreadPoolExecutor(5) as pool:
-        futures = [pool.submit(post, server, body) for body in bodies]
+        # Long enough that none can end by itself while the abort is on its way.
+        futures = [pool.submit(post, server, {**body, "max_tokens": 150}) for body in bodies]
         while not server.stats()["running"]:
             pass
         aborted = server.request("POST", "/abort_request", {"abort_all": True})[1]["aborted_choices"]
