@@ -64,15 +64,15 @@ struct SwigluOai {
 
 // `kAlternating`: gate and factor take turns, else the gates of a row come first.
 template <typename T, typename Gate, bool kAlternating, bool kPlain>
-__global__ void __launch_bounds__(kThreads) gated_kernel(T* out, const T* x, const Rows out_rows, const Rows x_rows,
-                                                         int64_t packs, bool aligned, const Gate gate) {
+__global__ void __launch_bounds__(kThreads)
+    gated_kernel(T* out, const T* x, const RowsFor<kPlain> out_rows, const RowsFor<kPlain> x_rows, int64_t width,
+                 int64_t packs, bool aligned, const Gate gate) {
   constexpr int N = kPackElements<T>;
   using A = Wide<T>;
-  const int64_t width = out_rows.width();
   const int64_t row = blockIdx.x, pack = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
   if (pack >= packs) return;
   const int64_t first = pack * N;
-  const T* in = x + row_offset<kPlain>(x_rows, row);
+  const T* in = x + x_rows.offset(row);
   Pack<T, N> result;
   if constexpr (kAlternating) {
     const auto low = load_row<kPlain, N>(in, 2 * first, 2 * width, aligned);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) gated_kernel(T* out, const T* x, con
           static_cast<float>(gate(static_cast<A>(to_float(gates[i])), static_cast<A>(to_float(factors[i])))));
     }
   }
-  store_row<kPlain, N>(out + row_offset<kPlain>(out_rows, row), first, width, aligned, result);
+  store_row<kPlain, N>(out + out_rows.offset(row), first, width, aligned, result);
 }
 
 template <bool kAlternating, typename Gate>
@@ -105,14 +105,18 @@ void gated(const Tensor& out, const Tensor& x, const Gate& gate, const char* op)
     const int64_t width = rows.out.width(), packs = (width + N - 1) / N;
     const bool halves = kAlternating || width % N == 0;
     const bool aligned = halves && rows.x.begins_aligned(x, sizeof(T)) && rows.out.begins_aligned(out, sizeof(T));
-    const bool plain = aligned && width % N == 0 && rows.x.even() && rows.out.even();
-    const auto kernel = plain ? gated_kernel<T, Gate, kAlternating, true> : gated_kernel<T, Gate, kAlternating, false>;
+    const bool plain = aligned && width % N == 0 && rows.x.two_steps() && rows.out.two_steps();
     const int threads = packs < kThreads ? static_cast<int>((packs + kWarp - 1) / kWarp * kWarp) : kThreads;
     dim3 grid(static_cast<unsigned>(rows.out.count()));
     grid.y = blocks_for(packs, threads > 0 ? threads : 1).x;
     const Launch launch(x);
-    launch(kernel, grid, dim3(static_cast<unsigned>(threads)), 0, mutable_data<T>(out), data<T>(x), rows.out, rows.x,
-           packs, aligned, gate);
+    const auto run = [&](auto is_plain) {
+      constexpr bool kPlain = decltype(is_plain)::value;
+      const RowsFor<kPlain> to(rows.out), from(rows.x);
+      launch(gated_kernel<T, Gate, kAlternating, kPlain>, grid, dim3(static_cast<unsigned>(threads)), 0,
+             mutable_data<T>(out), data<T>(x), to, from, width, packs, aligned, gate);
+    };
+    plain ? run(std::true_type{}) : run(std::false_type{});
   });
 }
 

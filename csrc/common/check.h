@@ -148,9 +148,12 @@ class Rows {
   GRISTMILL_HOST_DEVICE int64_t count() const { return count_; }
   GRISTMILL_HOST_DEVICE int64_t width() const { return width_; }
 
-  // Whether rows are one even step apart: offset(row) is row * step().
-  bool even() const { return dims_ <= 1; }
-  GRISTMILL_HOST_DEVICE int64_t step() const { return dims_ == 0 ? 0 : stride_[0]; }
+  // Whether rows lie in at most two dimensions: row r at r / inner() * outer_step() + r % inner() * inner_step(). The
+  // heads of q in a fused projection do.
+  bool two_steps() const { return dims_ <= 2; }
+  int64_t inner() const { return dims_ == 2 ? size_[1] : 1; }
+  int64_t outer_step() const { return dims_ == 0 ? 0 : stride_[0]; }
+  int64_t inner_step() const { return dims_ == 2 ? stride_[1] : 0; }
 
   // Whether every row of T begins at a multiple of 16 bytes.
   bool begins_aligned(const Tensor& t, int64_t element_bytes) const {

@@ -120,6 +120,19 @@ __device__ inline Pack<T, N> load_pack_once(const T* from) {
 #endif
 }
 
+// Between two uses of a pack of 16 bytes: the second one unpacks it again. Without this the compiler may hold the
+// unpacked elements from the first one on, in twice the registers.
+template <typename T, int N>
+__device__ inline void keep_packed(Pack<T, N>& pack) {
+  static_assert(sizeof(pack) == 16);
+#if defined(__CUDA_ARCH__)
+  uint4 raw;
+  memcpy(&raw, &pack, sizeof(raw));
+  asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
+  memcpy(&pack, &raw, sizeof(raw));
+#endif
+}
+
 // Asynchronous copies of 16 bytes from global to shared memory, both aligned to 16. Without `present` nothing is read
 // and zeros are written. A thread's copies since its last commit form a group; wait<N> returns when all but the N
 // latest groups of this thread have arrived, and other threads see them after the next barrier.

@@ -69,20 +69,26 @@ __device__ inline void store_row(T* row, int64_t first, int64_t width, bool alig
     store_elements<N>(row, first, width, aligned, pack);
   }
 }
-template <bool kPlain>
-__device__ inline int64_t row_offset(const Rows& rows, int64_t row) {
-  if constexpr (kPlain) {
-    return row * rows.step();
-  } else {
-    return rows.offset(row);
+// Rows of at most two dimensions. A kernel that knows them to be (kPlain) is spared the sizes of all dimensions, whose
+// first reading at the start of a short kernel takes longer than its work.
+struct PlainRows {
+  int64_t outer_step, inner_step, inner;
+  explicit PlainRows(const Rows& rows)
+      : outer_step(rows.outer_step()), inner_step(rows.inner_step()), inner(rows.inner()) {}
+  __device__ int64_t offset(int64_t row) const {
+    if (inner == 1) return row * outer_step;
+    const auto [outer, rest] = divide(row, inner);
+    return outer * outer_step + rest * inner_step;
   }
-}
+};
+template <bool kPlain>
+using RowsFor = std::conditional_t<kPlain, PlainRows, Rows>;
 
-// The same sum in every lane; lanes are added pairwise, near ones first.
-template <typename A>
+// The same sum in every lane of each group of kLanes neighbours; lanes are added pairwise, near ones first.
+template <int kLanes = kWarp, typename A>
 __device__ inline A warp_sum(A value) {
 #pragma unroll
-  for (int mask = 1; mask < kWarp; mask *= 2) value += shuffle_xor(value, mask);
+  for (int mask = 1; mask < kLanes; mask *= 2) value += shuffle_xor(value, mask);
   return value;
 }
 
@@ -96,9 +102,9 @@ __device__ inline A warp_max(A value) {
   return value;
 }
 
-// The same sum in every thread of the block, whose size is a multiple of kWarp. `scratch` holds one element per warp,
-// and is in use until the block's next barrier.
-template <typename A>
+// The same sum in every thread of the block, whose size is a multiple of kWarp and at most kMaxThreads. `scratch` holds
+// one element per warp, and is in use until the block's next barrier.
+template <int kMaxThreads, typename A>
 __device__ inline A block_sum(A value, A* scratch) {
   value = warp_sum(value);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -106,7 +112,10 @@ __device__ inline A block_sum(A value, A* scratch) {
   if (lane_index() == 0) scratch[warp_index()] = value;
   sync_block();
   value = scratch[0];
-  for (int w = 1; w < warps; ++w) value += scratch[w];
+#pragma unroll
+  for (int w = 1; w < kMaxThreads / kWarp; ++w) {
+    if (w < warps) value += scratch[w];
+  }
   return value;
 }
 

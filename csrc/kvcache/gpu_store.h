@@ -17,6 +17,18 @@ __device__ inline To stored(float x, float scale) {
   }
 }
 
+// Scale 1 copies the bits where the types agree.
+template <typename To, typename From, int N>
+__device__ inline Pack<To, N> converted(const Pack<From, N>& pack, float scale) {
+  Pack<To, N> result;
+  if constexpr (std::is_same_v<From, To>) {
+    if (scale == 1.0f) return pack;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) result[i] = stored<To>(to_float(pack[i]), scale);
+  return result;
+}
+
 // Rows [T, H, D] and the cache [S, H, D] they go to.
 template <typename From, typename To>
 struct SlotStore {
@@ -77,17 +89,6 @@ struct SlotStore {
   GRISTMILL_HOST_DEVICE int64_t packs_per_head() const { return (width + N - 1) / N; }
   GRISTMILL_HOST_DEVICE int64_t packs() const { return heads * packs_per_head(); }
 
-  // Scale 1 copies the bits where the types agree.
-  __device__ Pack<To, N> converted(const Pack<From, N>& pack) const {
-    Pack<To, N> result;
-    if constexpr (std::is_same_v<From, To>) {
-      if (scale == 1.0f) return pack;
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) result[i] = stored<To>(to_float(pack[i]), scale);
-    return result;
-  }
-
   // Slots outside the pool are skipped, the -1 of padding among them.
   __device__ bool has(int64_t slot) const { return slot >= 0 && slot < num_slots; }
 
@@ -95,13 +96,14 @@ struct SlotStore {
   __device__ void write(int64_t slot, int64_t head, int64_t first, int64_t limit, const Pack<From, N>& pack) const {
     To* row = to + slot * slot_stride + head * cache_head_stride;
     const bool aligned = writes_aligned && first * static_cast<int64_t>(sizeof(To)) % (N * sizeof(To)) == 0;
-    store_elements<N>(row, first, limit, aligned, converted(pack));
+    store_elements<N>(row, first, limit, aligned, converted<To>(pack, scale));
   }
 
   // Whether rows and cache are one piece per token and aligned, and rows whole packs wide: then stored by store_plain.
   bool plain() const { return heads == 1 && reads_aligned && writes_aligned && width % N == 0; }
   __device__ void store_plain(int64_t token, int64_t slot, int64_t pack) const {
-    store_pack<N>(to + slot * slot_stride + pack * N, converted(load_pack<N>(from + token * row_stride + pack * N)));
+    const auto row = load_pack<N>(from + token * row_stride + pack * N);
+    store_pack<N>(to + slot * slot_stride + pack * N, converted<To>(row, scale));
   }
 
   __device__ void store(int64_t token, int64_t slot, int64_t pack) const {

@@ -1,5 +1,5 @@
 // RMS and layer normalisation on GPUs. A row belongs to one warp or to one block and is read once: its threads keep it
-// in registers between the sum and the result, up to kMaxPacks packs each. float32 rows are computed in double.
+// in registers between the sum and the result, up to kPacksWanted packs each. float32 rows are computed in double.
 #include <torch/csrc/stable/library.h>
 
 #include "common/gpu_launch.h"
@@ -9,9 +9,10 @@
 namespace gristmill::gpu {
 namespace {
 
-constexpr int kMaxPacks = 4;
 constexpr int kThreadsOfNarrowRows = 128;
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 512;  // of wide rows
+constexpr int kPacksWanted = 4;
+constexpr int64_t kMaxWidth = int64_t{1} << 30;
 
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, float>, double, float>;
@@ -27,14 +28,10 @@ struct Columns {
   ScalarType type;
   bool aligned;
 
-  template <typename T, bool kPlain, int N>
-  __device__ void load(int64_t first, int64_t width, float (&to)[N]) const {
-    if constexpr (kPlain) {
-      const auto pack = load_pack<N>(static_cast<const T*>(data) + first);
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = to_float(pack[i]);
-      return;
-    }
+  __device__ bool given() const { return data != nullptr; }
+
+  template <int N>
+  __device__ void load(int32_t first, int32_t width, float (&to)[N]) const {
     switch (type) {
       case ScalarType::Float:
         return read<float, N>(first, width, to);
@@ -47,7 +44,7 @@ struct Columns {
 
  private:
   template <typename W, int N>
-  __device__ void read(int64_t first, int64_t width, float (&to)[N]) const {
+  __device__ void read(int32_t first, int32_t width, float (&to)[N]) const {
     constexpr int kStep = N < kPackElements<W> ? N : kPackElements<W>;
 #pragma unroll
     for (int i = 0; i < N; i += kStep) {
@@ -58,104 +55,135 @@ struct Columns {
   }
 };
 
+// The same for a vector of the rows' type that is aligned like them.
 template <typename T>
+struct PlainColumns {
+  const T* data;
+
+  explicit PlainColumns(const Columns& c) : data(static_cast<const T*>(c.data)) {}
+  __device__ bool given() const { return data != nullptr; }
+
+  template <int N>
+  __device__ void load(int32_t first, int32_t, float (&to)[N]) const {
+    const auto pack = load_pack<N>(data + first);
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = to_float(pack[i]);
+  }
+};
+
+// kPlain: rows of at most two dimensions that are aligned and whole packs wide, and so are the vectors.
+template <typename T, bool kPlain>
 struct Problem {
   T* out;
   const T* x;
   T* residual;  // null, or what x is added to first
-  Rows out_rows, x_rows, residual_rows;
-  bool aligned;  // every row, on 16 bytes
-  Columns weight, bias;
+  std::conditional_t<kPlain, PlainColumns<T>, Columns> weight, bias;
+  RowsFor<kPlain> out_rows, x_rows, residual_rows;
+  Wide<T> eps;
+  int64_t rows;
+  int32_t width;
   float weight_offset;  // 1 for Gemma's norms
-  double eps;
-  int64_t rows, width;
+  bool aligned;         // every row, on 16 bytes
 };
 
 // What one thread has of a row: packs of N elements, `lanes` packs apart.
-template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain>
+template <typename T, Kind kKind, bool kAdd, int kPacks, int kLanes, bool kPlain>
 struct Row {
   static constexpr int N = kPackElements<T>;
+  static constexpr bool kCentred = kKind == Kind::kLayer;
   using A = Wide<T>;
 
-  const Problem<T>& problem;
+  const Problem<T, kPlain>& problem;
   const T* x;
   T* residual;
   T* out;
-  int lane, lanes;
+  int lane;
+  int32_t width;
   Pack<T, N> kept[kPacks > 0 ? kPacks : 1];
-  Pack<T, N> factors[kPacks > 0 && kPlain ? kPacks : 1];  // the weight, asked for before the sums need a barrier
 
-  __device__ Row(const Problem<T>& p, int64_t row, int lane, int lanes)
+  // A row that there is not has nothing that could be read.
+  __device__ Row(const Problem<T, kPlain>& p, int64_t wanted, int lane)
+      : Row(p, wanted < p.rows ? wanted : 0, lane, wanted < p.rows ? p.width : 0) {}
+  __device__ Row(const Problem<T, kPlain>& p, int64_t row, int lane, int32_t width)
       : problem(p),
-        x(p.x + row_offset<kPlain>(p.x_rows, row)),
-        residual(kAdd ? p.residual + row_offset<kPlain>(p.residual_rows, row) : nullptr),
-        out(p.out + row_offset<kPlain>(p.out_rows, row)),
+        x(p.x + p.x_rows.offset(row)),
+        residual(kAdd ? p.residual + p.residual_rows.offset(row) : nullptr),
+        out(p.out + p.out_rows.offset(row)),
         lane(lane),
-        lanes(lanes) {}
+        width(width) {}
 
-  // f(first element, pack): on the first pass packs are read, later they are at hand.
+  // f(first element, pack) for all packs: on the first pass they are read, later they are at hand.
   template <bool kFirst, typename F>
   __device__ void visit(F&& f) {
     if constexpr (kPacks > 0) {
-      if constexpr (kFirst) {
-#pragma unroll
-        for (int i = 0; i < kPacks; ++i) {
-          if (first_of(i) < problem.width) kept[i] = read(first_of(i));
-        }
-      }
+      if constexpr (kFirst) read_all();
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (first_of(i) < problem.width) f(i, first_of(i), kept[i]);
+        if constexpr (!kFirst) keep_packed(kept[i]);
+        if (first_of(i) < width) f(first_of(i), kept[i]);
       }
     } else {
-      for (int i = 0; first_of(i) < problem.width; ++i)
-        f(i, first_of(i), kFirst ? read(first_of(i)) : reread(first_of(i)));
+      for (int i = 0; first_of(i) < width; ++i) f(first_of(i), kFirst ? read(first_of(i)) : reread(first_of(i)));
     }
   }
 
-  __device__ void load_factors() {
-    if constexpr (kPlain && kPacks > 0) {
-      if (problem.weight.data == nullptr) return;
+  __device__ int32_t first_of(int i) const {
+    return (i * (kLanes > 0 ? kLanes : static_cast<int>(blockDim.x)) + lane) * N;
+  }
+
+  // All reads are under way before the first is waited for.
+  __device__ void read_all() {
+    Pack<T, N> before[kAdd ? kPacks : 1];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (first_of(i) >= width) continue;
+      kept[i] = load_row<kPlain, N>(x, first_of(i), width, problem.aligned);
+      if constexpr (kAdd) before[i] = load_row<kPlain, N>(residual, first_of(i), width, problem.aligned);
+    }
+    if constexpr (kAdd) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (first_of(i) < problem.width)
-          factors[i] = load_pack<N>(static_cast<const T*>(problem.weight.data) + first_of(i));
+        if (first_of(i) < width) kept[i] = added(first_of(i), kept[i], before[i]);
       }
     }
   }
 
-  __device__ int64_t first_of(int i) const { return (static_cast<int64_t>(i) * lanes + lane) * N; }
+  __device__ Pack<T, N> read(int32_t first) {
+    const auto pack = load_row<kPlain, N>(x, first, width, problem.aligned);
+    if constexpr (kAdd) {
+      return added(first, pack, load_row<kPlain, N>(residual, first, width, problem.aligned));
+    } else {
+      return pack;
+    }
+  }
+  __device__ Pack<T, N> reread(int32_t first) const {
+    return load_row<kPlain, N>(kAdd ? residual : x, first, width, problem.aligned);
+  }
 
   // The sum with the residual is rounded to T before it is normalised, as the unfused pair of ops would do.
-  __device__ Pack<T, N> read(int64_t first) {
-    auto pack = load_row<kPlain, N>(x, first, problem.width, problem.aligned);
-    if constexpr (kAdd) {
-      const auto before = load_row<kPlain, N>(residual, first, problem.width, problem.aligned);
+  __device__ Pack<T, N> added(int32_t first, Pack<T, N> pack, const Pack<T, N>& before) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) pack[i] = from_float<T>(to_float(pack[i]) + to_float(before[i]));
-      store_row<kPlain, N>(residual, first, problem.width, problem.aligned, pack);
-    }
+    for (int i = 0; i < N; ++i) pack[i] = from_float<T>(to_float(pack[i]) + to_float(before[i]));
+    keep_packed(pack);
+    store_row<kPlain, N>(residual, first, width, problem.aligned, pack);
     return pack;
-  }
-  __device__ Pack<T, N> reread(int64_t first) const {
-    return load_row<kPlain, N>(kAdd ? residual : x, first, problem.width, problem.aligned);
   }
 
   template <bool kFirst>
   __device__ A sum_of_squares(A mean) {
     A sum = 0;
-    visit<kFirst>([&](int, int64_t first, const Pack<T, N>& pack) {
+    visit<kFirst>([&](int32_t first, const Pack<T, N>& pack) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const A value = static_cast<A>(to_float(pack[i])) - mean;
-        if (kKind == Kind::kRms || first + i < problem.width) sum += value * value;
+        if (kKind == Kind::kRms || first + i < width) sum += value * value;
       }
     });
     return sum;
   }
   __device__ A sum_of_values() {
     A sum = 0;
-    visit<true>([&](int, int64_t, const Pack<T, N>& pack) {
+    visit<true>([&](int32_t, const Pack<T, N>& pack) {
 #pragma unroll
       for (int i = 0; i < N; ++i) sum += static_cast<A>(to_float(pack[i]));
     });
@@ -163,76 +191,99 @@ struct Row {
   }
 
   __device__ void write(A mean, A scale) {
-    visit<false>([&](int i_pack, int64_t first, const Pack<T, N>& pack) {
+    const bool scaled = kKind == Kind::kRms || problem.weight.given();
+    const bool shifted = kKind == Kind::kLayer && problem.bias.given();
+    visit<false>([&](int32_t first, const Pack<T, N>& pack) {
       float weight[N], bias[N];
-      if constexpr (kPlain && kPacks > 0) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) weight[i] = to_float(factors[i_pack][i]);
-      } else if (problem.weight.data != nullptr) {
-        problem.weight.template load<T, kPlain>(first, problem.width, weight);
-      }
-      if (problem.bias.data != nullptr) problem.bias.template load<T, kPlain>(first, problem.width, bias);
+      if (scaled) problem.weight.load(first, width, weight);
+      if (shifted) problem.bias.load(first, width, bias);
       Pack<T, N> result;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         A value = (static_cast<A>(to_float(pack[i])) - mean) * scale;
-        if (problem.weight.data != nullptr) value *= static_cast<A>(weight[i]) + static_cast<A>(problem.weight_offset);
-        if (problem.bias.data != nullptr) value += static_cast<A>(bias[i]);
+        if (scaled) value *= static_cast<A>(weight[i]) + static_cast<A>(problem.weight_offset);
+        if (shifted) value += static_cast<A>(bias[i]);
         result[i] = from_float<T>(static_cast<float>(value));
       }
-      store_row<kPlain, N>(out, first, problem.width, problem.aligned, result);
+      store_row<kPlain, N>(out, first, width, problem.aligned, result);
     });
   }
 };
 
-template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain, typename Sum>
-__device__ void normalise(const Problem<T>& problem, int64_t row, int lane, int lanes, Sum&& sum) {
-  using A = Wide<T>;
-  Row<T, kKind, kAdd, kPacks, kPlain> mine(problem, row, lane, lanes);
-  mine.load_factors();
+template <typename RowOf, typename Problem, typename Sum>
+__device__ void normalise(const Problem& problem, int64_t row, int lane, Sum&& sum) {
+  using A = typename RowOf::A;
+  RowOf mine(problem, row, lane);
   const A width = static_cast<A>(problem.width);
   A mean = 0;
-  if constexpr (kKind == Kind::kLayer) mean = sum(mine.sum_of_values(), 0) / width;
-  const A squares = sum(mine.template sum_of_squares<kKind == Kind::kRms>(mean), 1);
-  mine.write(mean, inverse_root(squares / width + static_cast<A>(problem.eps)));
+  if constexpr (RowOf::kCentred) mean = sum(mine.sum_of_values(), 0) / width;
+  const A squares = sum(mine.template sum_of_squares<!RowOf::kCentred>(mean), 1);
+  mine.write(mean, inverse_root(squares / width + problem.eps));
 }
 
-template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain>
-__global__ void __launch_bounds__(kThreadsOfNarrowRows) narrow_kernel(const Problem<T> problem) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreadsOfNarrowRows / kWarp) + warp_index();
-  if (row >= problem.rows) return;
-  normalise<T, kKind, kAdd, kPacks, kPlain>(problem, row, lane_index(), kWarp,
-                                            [](auto value, int) { return warp_sum(value); });
+// A group of kLanes neighbours per row.
+template <typename T, Kind kKind, bool kAdd, int kPacks, int kLanes, bool kPlain>
+__global__ void __launch_bounds__(kThreadsOfNarrowRows) narrow_kernel(const Problem<T, kPlain> problem) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreadsOfNarrowRows / kLanes) + thread / kLanes;
+  normalise<Row<T, kKind, kAdd, kPacks, kLanes, kPlain>>(problem, row, thread % kLanes,
+                                                         [](auto value, int) { return warp_sum<kLanes>(value); });
 }
 
-template <typename T, Kind kKind, bool kAdd, int kPacks, bool kPlain>
-__global__ void __launch_bounds__(kMaxThreads) wide_kernel(const Problem<T> problem) {
-  GRISTMILL_SHARED(Wide<T>, scratch, 2 * kMaxThreads / kWarp);
-  normalise<T, kKind, kAdd, kPacks, kPlain>(
-      problem, blockIdx.x, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
-      [&](auto value, int which) { return block_sum(value, scratch + which * kMaxThreads / kWarp); });
+// A block per row, of kThreads, or of any number if that is 0.
+template <typename T, Kind kKind, bool kAdd, int kPacks, int kThreads, bool kPlain>
+__global__ void __launch_bounds__(kThreads > 0 ? kThreads : kMaxThreads) wide_kernel(const Problem<T, kPlain> problem) {
+  constexpr int kMost = kThreads > 0 ? kThreads : kMaxThreads;
+  GRISTMILL_SHARED(Wide<T>, scratch, 2 * kMost / kWarp);
+  normalise<Row<T, kKind, kAdd, kPacks, kThreads, kPlain>>(
+      problem, blockIdx.x, static_cast<int>(threadIdx.x),
+      [&](auto value, int which) { return block_sum<kMost>(value, scratch + which * kMost / kWarp); });
 }
 
-// A warp per row where two packs per thread suffice, else a block of as many threads as give each two packs, if it can.
+// At most 64 packs: a group of as many threads as there are packs, but no more than 32. Else a block of as many threads
+// as give each kPacksWanted, if it can. The general kernels take sums in the same order.
 template <typename T, Kind kKind, bool kAdd>
-void run(const Launch& launch, const Problem<T>& problem, bool plain) {
-  const int64_t packs = (problem.width + kPackElements<T> - 1) / kPackElements<T>;
-  if (packs <= 2 * kWarp) {
-    const auto kernel = !plain           ? narrow_kernel<T, kKind, kAdd, 0, false>
-                        : packs <= kWarp ? narrow_kernel<T, kKind, kAdd, 1, true>
-                                         : narrow_kernel<T, kKind, kAdd, 2, true>;
-    return launch(kernel, blocks_for(problem.rows * kWarp, kThreadsOfNarrowRows), dim3(kThreadsOfNarrowRows), 0,
-                  problem);
+struct Kernels {
+  int64_t packs;
+
+  int threads() const {
+    int threads = 64;
+    while (threads < kMaxThreads && threads * kPacksWanted < packs) threads *= 2;
+    return threads;
   }
-  int threads = 2 * kWarp;
-  while (threads < kMaxThreads && threads * 2 < packs) threads *= 2;
-  const int64_t each = (packs + threads - 1) / threads;
-  const auto kernel = !plain              ? wide_kernel<T, kKind, kAdd, 0, false>
-                      : each <= 2         ? wide_kernel<T, kKind, kAdd, 2, true>
-                      : each <= kMaxPacks ? wide_kernel<T, kKind, kAdd, kMaxPacks, true>
-                                          : wide_kernel<T, kKind, kAdd, 0, true>;
-  launch(kernel, dim3(static_cast<unsigned>(problem.rows)), dim3(static_cast<unsigned>(threads)), 0, problem);
-}
+
+  template <int kPacks, int kLanes, bool kPlain>
+  void narrow(const Launch& launch, const Problem<T, kPlain>& problem) const {
+    launch(narrow_kernel<T, kKind, kAdd, kPacks, kLanes, kPlain>,
+           blocks_for(problem.rows * kLanes, kThreadsOfNarrowRows), dim3(kThreadsOfNarrowRows), 0, problem);
+  }
+  template <int kPacks, int kThreads, bool kPlain>
+  void wide(const Launch& launch, const Problem<T, kPlain>& problem) const {
+    launch(wide_kernel<T, kKind, kAdd, kPacks, kThreads, kPlain>, dim3(static_cast<unsigned>(problem.rows)),
+           dim3(static_cast<unsigned>(threads())), 0, problem);
+  }
+
+  void run(const Launch& launch, const Problem<T, false>& problem) const {
+    packs <= 64 ? narrow<0, 32>(launch, problem) : wide<0, 0>(launch, problem);
+  }
+  void run(const Launch& launch, const Problem<T, true>& problem) const {
+    if (packs <= 8) return narrow<1, 8>(launch, problem);
+    if (packs <= 16) return narrow<1, 16>(launch, problem);
+    if (packs <= 32) return narrow<1, 32>(launch, problem);
+    if (packs <= 64) return narrow<2, 32>(launch, problem);
+    if (packs > int64_t{kPacksWanted} * kMaxThreads) return wide<0, kMaxThreads>(launch, problem);
+    switch (threads()) {
+      case 64:
+        return wide<kPacksWanted, 64>(launch, problem);
+      case 128:
+        return wide<kPacksWanted, 128>(launch, problem);
+      case 256:
+        return wide<kPacksWanted, 256>(launch, problem);
+      default:
+        return wide<kPacksWanted, kMaxThreads>(launch, problem);
+    }
+  }
+};
 
 Columns columns(const OptionalTensor& t, int64_t width, const char* op, const char* name) {
   if (!t.has_value()) return {nullptr, ScalarType::Float, false};
@@ -259,23 +310,33 @@ void normalise_rows(const Tensor& out, const Tensor& x, const OptionalTensor& re
     bool aligned = x_rows.begins_aligned(x, sizeof(T)) && out_rows.begins_aligned(out, sizeof(T));
     if constexpr (kAdd) aligned = aligned && residual_rows.begins_aligned(*residual, sizeof(T));
     const int64_t width = x_rows.width();
-    const Problem<T> problem = {mutable_data<T>(out),
-                                data<T>(x),
-                                kAdd ? mutable_data<T>(*residual) : nullptr,
-                                out_rows,
-                                x_rows,
-                                residual_rows,
-                                aligned,
-                                columns(options.weight, width, op, "weight"),
-                                columns(options.bias, width, op, "bias"),
-                                options.weight_offset,
-                                options.eps,
-                                x_rows.count(),
-                                width};
+    STD_TORCH_CHECK(width <= kMaxWidth, op, ": rows may have ", kMaxWidth, " elements, got ", width);
+    const Columns weight = columns(options.weight, width, op, "weight"),
+                  bias = columns(options.bias, width, op, "bias");
     const auto alike = [&](const Columns& c) { return c.data == nullptr || (c.aligned && c.type == x.scalar_type()); };
-    const bool plain = aligned && width % kPackElements<T> == 0 && x_rows.even() && out_rows.even() &&
-                       residual_rows.even() && alike(problem.weight) && alike(problem.bias);
-    run<T, kKind, kAdd>(Launch(x), problem, plain);
+    const bool plain = aligned && width % kPackElements<T> == 0 && x_rows.two_steps() && out_rows.two_steps() &&
+                       residual_rows.two_steps() && alike(weight) && alike(bias);
+    const auto run = [&](auto is_plain) {
+      constexpr bool kPlain = decltype(is_plain)::value;
+      using Vector = std::conditional_t<kPlain, PlainColumns<T>, Columns>;
+      using Steps = RowsFor<kPlain>;
+      const Problem<T, kPlain> problem = {mutable_data<T>(out),
+                                          data<T>(x),
+                                          kAdd ? mutable_data<T>(*residual) : nullptr,
+                                          Vector(weight),
+                                          Vector(bias),
+                                          Steps(out_rows),
+                                          Steps(x_rows),
+                                          Steps(residual_rows),
+                                          static_cast<Wide<T>>(options.eps),
+                                          x_rows.count(),
+                                          static_cast<int32_t>(width),
+                                          options.weight_offset,
+                                          aligned};
+      const Kernels<T, kKind, kAdd> kernels = {(width + kPackElements<T> - 1) / kPackElements<T>};
+      kernels.run(Launch(x), problem);
+    };
+    plain ? run(std::true_type{}) : run(std::false_type{});
   });
 }
 

@@ -107,6 +107,8 @@ inline Pack<T, N> load_pack_once(const T* from, const Site& site = Site::current
   static_assert(sizeof(Pack<T, N>) == 16);
   return load_pack<N>(from, site);
 }
+template <typename T, int N>
+inline void keep_packed(Pack<T, N>&) {}
 
 inline void copy_async_16(void* shared, const void* global, bool present = true, const Site& site = Site::current()) {
   simt::copy_async_16(shared, global, present, site);

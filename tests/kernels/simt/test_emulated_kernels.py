@@ -47,9 +47,21 @@ def test_drawn_cases_pass_under_sanitizers(seed: int, tmp_path: Path) -> None:
     run_suite(seed, tmp_path, 32, "--asan", "--drawn=2", f"--order={seed % 1000}")
 
 
+def run_check(module: str, warp: int, seed: int, *ops: str) -> None:
+    library = build.build(warp, ops=ops)
+    try:
+        command = [sys.executable, "-m", f"tests.kernels.simt.{module}", str(library), str(seed)]
+        done = subprocess.run(command, cwd=build.ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        library.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("warp", [32, 64])
 def test_rows_of_decode_attention_stand_alone(warp: int, seed: int) -> None:
-    library = build.build(warp, ops=["decode_attention"])
-    command = [sys.executable, "-m", "tests.kernels.simt.decode_rows", str(library), str(seed)]
-    done = subprocess.run(command, cwd=build.ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_check("decode_rows", warp, seed, "decode_attention")
+
+
+@pytest.mark.parametrize("warp", [32, 64])
+def test_plain_rows_have_the_same_bits_as_others(warp: int, seed: int) -> None:
+    run_check("plain_rows", warp, seed, "rms_norm", "silu_and_mul", "apply_rope", "store_kv")
