@@ -12,7 +12,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kStoreThreads = 256;
 constexpr int kCopyThreads = 256;
-constexpr int kRound = 8;
+constexpr int kCopyColumns = 8;
+constexpr int kRound = 4;
 
 template <typename From, typename To, bool kPlain>
 __global__ void __launch_bounds__(kStoreThreads)
@@ -74,28 +75,31 @@ __device__ inline Unit* units_of(unsigned char* row) {
   return reinterpret_cast<Unit*>(row);
 }
 
-// One thread moves its column of a head for all pairs, a few at a time: a slot may be overwritten once an earlier pair,
-// or one of the same round, has read it.
+// A block moves kCopyColumns neighbouring units of a layer for all pairs, a round of them at once. A slot may be
+// overwritten once an earlier pair, or one of the same round, has read it; no later pair reads what this round writes.
 template <typename Unit>
 __global__ void __launch_bounds__(kCopyThreads)
     copy_kernel(const BytePool pool, int64_t layer_stride, const int32_t* sources, const int32_t* targets,
                 int64_t pairs) {
+  constexpr int kLanes = kCopyThreads / kCopyColumns;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread / kCopyColumns;
   const int64_t units = pool.row_bytes / static_cast<int64_t>(sizeof(Unit));
-  const auto [head, column] = divide(static_cast<int64_t>(blockIdx.x) * kCopyThreads + threadIdx.x, units);
-  if (head >= pool.heads) return;
+  const auto [head, column] = divide(static_cast<int64_t>(blockIdx.x) * kCopyColumns + thread % kCopyColumns, units);
   unsigned char* const layer = pool.base + static_cast<int64_t>(blockIdx.y) * layer_stride + head * pool.head_stride;
-  for (int64_t begin = 0; begin < pairs; begin += kRound) {
-    int64_t target[kRound];
+  for (int64_t begin = 0; begin < pairs; begin += kLanes * kRound) {
+    int32_t target[kRound];
     Unit kept[kRound];
 #pragma unroll
     for (int i = 0; i < kRound; ++i) {
+      const int64_t pair = begin + i * kLanes + lane;
       target[i] = -1;
-      if (begin + i >= pairs) continue;
-      const int64_t source = sources[begin + i], to = targets[begin + i];
+      if (pair >= pairs || head >= pool.heads) continue;
+      const int32_t source = sources[pair], to = targets[pair];
       if (!pool.has(source) || !pool.has(to)) continue;
       target[i] = to;
       kept[i] = units_of<Unit>(layer + source * pool.slot_stride)[column];
     }
+    sync_block();
 #pragma unroll
     for (int i = 0; i < kRound; ++i) {
       if (target[i] >= 0) units_of<Unit>(layer + target[i] * pool.slot_stride)[column] = kept[i];
@@ -137,7 +141,7 @@ void copy_pool(const Launch& launch, const Tensor& cache, const Tensor& src_slot
   const int64_t layers = cache.size(0), layer_stride = cache.stride(0) * cache.element_size();
   with_unit(pool.unit(cache), [&](auto tag) {
     using Unit = decltype(tag);
-    dim3 grid = blocks_for(pool.heads * (pool.row_bytes / static_cast<int64_t>(sizeof(Unit))), kCopyThreads);
+    dim3 grid = blocks_for(pool.heads * (pool.row_bytes / static_cast<int64_t>(sizeof(Unit))), kCopyColumns);
     grid.y = static_cast<unsigned>(layers);
     launch(copy_kernel<Unit>, grid, dim3(kCopyThreads), 0, pool, layer_stride, data<int32_t>(src_slots),
            data<int32_t>(dst_slots), src_slots.size(0));
