@@ -10,21 +10,11 @@
 namespace gristmill {
 namespace {
 
-// int32 [rows, any] with dense rows.
-void check_matrix(const Tensor& t, int64_t rows, const char* op, const char* name) {
-  check_dim(t, 2, op, name);
-  check_dtype(t, ScalarType::Int, op, name);
-  check_size(t, 0, rows, op, name);
-  check_inner(t, op, name);
-}
-
 // CSR lists of the positions [first(b), len[b]) of every request; copy(to, from, count) moves their slots.
 template <typename First, typename Copy = decltype(&copy_int32)>
 void write_lists(const Tensor& indptr, const Tensor& indices, const RequestTable& table, const int32_t* len,
                  const char* op, const First& first, const Copy& copy = &copy_int32) {
   const int64_t requests = table.requests();
-  check_vector(indptr, ScalarType::Int, requests + 1, op, "indptr");
-  check_vector(indices, ScalarType::Int, -1, op, "indices");
   const auto length = [&](int64_t b) { return std::max<int64_t>(0, len[b] - first(b)); };
   int64_t total = 0;
   for (int64_t b = 0; b < requests; ++b) {
@@ -49,10 +39,9 @@ void write_lists(const Tensor& indptr, const Tensor& indices, const RequestTable
 void kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor& req_to_token, const Tensor& req_slots,
                 const Tensor& seq_lens, const OptionalTensor& kv_start) {
   constexpr const char* op = "kv_indices";
+  check_kv_indices(indptr, indices, req_to_token, req_slots, seq_lens, kv_start, op);
   const RequestTable table(req_to_token, req_slots, op);
   const int64_t requests = table.requests();
-  check_vector(seq_lens, ScalarType::Int, requests, op, "seq_lens");
-  if (kv_start) check_vector(*kv_start, ScalarType::Int, requests, op, "kv_start");
   const int32_t* len = data<int32_t>(seq_lens);
   const int32_t* start = kv_start ? data<int32_t>(*kv_start) : nullptr;
   for (int64_t b = 0; start && b < requests; ++b) {
@@ -65,11 +54,9 @@ void window_kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor
                        const Tensor& seq_lens, const OptionalTensor& q_lens, const OptionalTensor& slot_map,
                        int64_t window_left) {
   constexpr const char* op = "window_kv_indices";
+  check_window_kv_indices(indptr, indices, req_to_token, req_slots, seq_lens, q_lens, slot_map, op);
   const RequestTable table(req_to_token, req_slots, op);
   const int64_t requests = table.requests();
-  check_vector(seq_lens, ScalarType::Int, requests, op, "seq_lens");
-  if (q_lens) check_vector(*q_lens, ScalarType::Int, requests, op, "q_lens");
-  if (slot_map) check_vector(*slot_map, ScalarType::Int, -1, op, "slot_map");
   const int32_t* len = data<int32_t>(seq_lens);
   const int32_t* q_len = q_lens ? data<int32_t>(*q_lens) : nullptr;
   // The first query row sits at len - q_len. A window longer than any list would overflow the subtraction.
@@ -99,24 +86,9 @@ void window_kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor
 void draft_kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor& req_to_token, const Tensor& req_slots,
                       const Tensor& prefix_lens, const OptionalTensor& draft_slots, int64_t steps, int64_t topk) {
   constexpr const char* op = "draft_kv_indices";
+  check_draft_kv_indices(indptr, indices, req_to_token, req_slots, prefix_lens, draft_slots, steps, topk, op);
   const RequestTable table(req_to_token, req_slots, op);
   const int64_t requests = table.requests();
-  STD_TORCH_CHECK(steps >= 1 && topk >= 1, op, ": steps and topk must be at least 1, got ", steps, " and ", topk);
-  check_vector(prefix_lens, ScalarType::Int, requests, op, "prefix_lens");
-  if (draft_slots) {
-    check_dim(*draft_slots, 3, op, "draft_slots");
-    check_dtype(*draft_slots, ScalarType::Int, op, "draft_slots");
-    check_size(*draft_slots, 0, requests, op, "draft_slots");
-    check_size(*draft_slots, 1, topk, op, "draft_slots");
-    check_size(*draft_slots, 2, steps, op, "draft_slots");
-    const bool dense = requests == 0 ||
-                       ((steps == 1 || draft_slots->stride(2) == 1) && (topk == 1 || draft_slots->stride(1) == steps) &&
-                        (requests == 1 || draft_slots->stride(0) == topk * steps));
-    STD_TORCH_CHECK(dense, op, ": draft_slots must be contiguous");
-  }
-  check_matrix(indptr, steps, op, "indptr");
-  check_size(indptr, 1, requests * topk + 1, op, "indptr");
-  check_matrix(indices, steps, op, "indices");
   const int32_t* len = data<int32_t>(prefix_lens);
   int64_t prefixes = 0;
   for (int64_t b = 0; b < requests; ++b) {
@@ -157,9 +129,8 @@ void draft_kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor&
 
 void qo_indptr(const Tensor& out, const Tensor& q_lens) {
   constexpr const char* op = "qo_indptr";
-  check_vector(q_lens, ScalarType::Int, -1, op, "q_lens");
+  check_qo_indptr(out, q_lens, op);
   const int64_t requests = q_lens.size(0);
-  check_vector(out, ScalarType::Int, requests + 1, op, "out");
   const int32_t* len = data<int32_t>(q_lens);
   int64_t total = 0;
   for (int64_t b = 0; b < requests; ++b) {
@@ -176,11 +147,9 @@ void qo_indptr(const Tensor& out, const Tensor& q_lens) {
 void write_req_to_token(const Tensor& req_to_token, const Tensor& req_slots, const Tensor& starts, const Tensor& lens,
                         const Tensor& slots) {
   constexpr const char* op = "write_req_to_token";
+  check_write_req_to_token(req_to_token, req_slots, starts, lens, slots, op);
   const RequestTable rows(req_to_token, req_slots, op);
   const int64_t writes = rows.requests(), columns = rows.columns();
-  check_vector(starts, ScalarType::Int, writes, op, "starts");
-  check_vector(lens, ScalarType::Int, writes, op, "lens");
-  check_vector(slots, ScalarType::Int, -1, op, "slots");
   const int32_t* start = data<int32_t>(starts);
   const int32_t* len = data<int32_t>(lens);
   int64_t total = 0;

@@ -27,11 +27,8 @@ void write_pages(int32_t* to, const int32_t* slots, int64_t pages, int64_t page_
 // Requests take pages one after another from the front of the free list.
 class FreePages {
  public:
-  FreePages(const Tensor& free_pages, int64_t page_size, const char* op) : page_size_(page_size), op_(op) {
-    check_vector(free_pages, ScalarType::Int, -1, op, "free_pages");
-    pages_ = data<int32_t>(free_pages);
-    count_ = free_pages.size(0);
-  }
+  FreePages(const Tensor& free_pages, int64_t page_size, const char* op)
+      : pages_(data<int32_t>(free_pages)), count_(free_pages.size(0)), page_size_(page_size), op_(op) {}
 
   // Refuses more pages than there are, and any whose slots int32 cannot name.
   void check(int64_t wanted) const {
@@ -55,14 +52,10 @@ class FreePages {
 void page_table(const Tensor& out, const Tensor& req_to_token, const Tensor& req_slots, const Tensor& seq_lens,
                 int64_t page_size) {
   constexpr const char* op = "page_table";
+  page_size = checked_page_size(page_size, op);
+  check_page_table(out, req_to_token, req_slots, seq_lens, op);
   const RequestTable table(req_to_token, req_slots, op);
   const int64_t requests = table.requests();
-  check_page_size(page_size, op);
-  check_vector(seq_lens, ScalarType::Int, requests, op, "seq_lens");
-  check_dim(out, 2, op, "out");
-  check_dtype(out, ScalarType::Int, op, "out");
-  check_size(out, 0, requests, op, "out");
-  check_inner(out, op, "out");
   const int32_t* len = data<int32_t>(seq_lens);
   const int64_t columns = out.size(1), stride = out.stride(0);
   int64_t total = 0;
@@ -83,9 +76,8 @@ void page_table(const Tensor& out, const Tensor& req_to_token, const Tensor& req
 
 void last_page_len(const Tensor& out, const Tensor& seq_lens, int64_t page_size) {
   constexpr const char* op = "last_page_len";
-  check_page_size(page_size, op);
-  check_vector(seq_lens, ScalarType::Int, -1, op, "seq_lens");
-  check_vector(out, ScalarType::Int, seq_lens.size(0), op, "out");
+  page_size = checked_page_size(page_size, op);
+  check_last_page_len(out, seq_lens, op);
   const int32_t* len = data<int32_t>(seq_lens);
   int32_t* to = mutable_data<int32_t>(out);
   for (int64_t b = 0; b < seq_lens.size(0); ++b) to[b] = filled(len[b], page_size);
@@ -94,13 +86,10 @@ void last_page_len(const Tensor& out, const Tensor& seq_lens, int64_t page_size)
 void mla_indices(const Tensor& indptr, const Tensor& indices, const Tensor& last_page_lens, const Tensor& req_to_token,
                  const Tensor& req_slots, const Tensor& seq_lens, int64_t page_size) {
   constexpr const char* op = "mla_indices";
+  page_size = checked_page_size(page_size, op);
+  check_mla_indices(indptr, indices, last_page_lens, req_to_token, req_slots, seq_lens, op);
   const RequestTable table(req_to_token, req_slots, op);
   const int64_t requests = table.requests();
-  check_page_size(page_size, op);
-  check_vector(seq_lens, ScalarType::Int, requests, op, "seq_lens");
-  check_vector(indptr, ScalarType::Int, requests + 1, op, "indptr");
-  check_vector(indices, ScalarType::Int, -1, op, "indices");
-  check_vector(last_page_lens, ScalarType::Int, requests, op, "last_page_len");
   const int32_t* len = data<int32_t>(seq_lens);
   int64_t total = 0;
   for (int64_t b = 0; b < requests; ++b) {
@@ -127,13 +116,9 @@ void mla_indices(const Tensor& indptr, const Tensor& indices, const Tensor& last
 void alloc_extend(const Tensor& out, const Tensor& num_pages, const Tensor& prefix_lens, const Tensor& new_lens,
                   const Tensor& last_slots, const Tensor& free_pages, int64_t page_size) {
   constexpr const char* op = "alloc_extend";
-  check_page_size(page_size, op);
-  check_vector(prefix_lens, ScalarType::Int, -1, op, "prefix_lens");
+  page_size = checked_page_size(page_size, op);
+  check_alloc_extend(out, num_pages, prefix_lens, new_lens, last_slots, free_pages, op);
   const int64_t requests = prefix_lens.size(0);
-  check_vector(new_lens, ScalarType::Int, requests, op, "new_lens");
-  check_vector(last_slots, ScalarType::Int, requests, op, "last_slots");
-  check_vector(out, ScalarType::Int, -1, op, "out");
-  check_vector(num_pages, ScalarType::Int, 1, op, "num_pages");
   const FreePages free(free_pages, page_size, op);
   const int32_t* prefix = data<int32_t>(prefix_lens);
   const int32_t* length = data<int32_t>(new_lens);
@@ -165,12 +150,9 @@ void alloc_extend(const Tensor& out, const Tensor& num_pages, const Tensor& pref
 void alloc_decode(const Tensor& out, const Tensor& num_pages, const Tensor& new_lens, const Tensor& last_slots,
                   const Tensor& free_pages, int64_t page_size) {
   constexpr const char* op = "alloc_decode";
-  check_page_size(page_size, op);
-  check_vector(new_lens, ScalarType::Int, -1, op, "new_lens");
+  page_size = checked_page_size(page_size, op);
+  check_alloc_decode(out, num_pages, new_lens, last_slots, free_pages, op);
   const int64_t requests = new_lens.size(0);
-  check_vector(last_slots, ScalarType::Int, requests, op, "last_slots");
-  check_vector(out, ScalarType::Int, requests, op, "out");
-  check_vector(num_pages, ScalarType::Int, 1, op, "num_pages");
   const FreePages free(free_pages, page_size, op);
   const int32_t* length = data<int32_t>(new_lens);
   const int32_t* last = data<int32_t>(last_slots);

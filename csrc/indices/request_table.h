@@ -1,10 +1,10 @@
-// The request table of one call: which rows it may name, and what they hold.
+// The request table of one call on the CPU: which rows it may name, and what they hold.
 #pragma once
 
 #include <cstring>
 #include <limits>
 
-#include "common/check.h"
+#include "indices/checks.h"
 
 namespace gristmill {
 
@@ -18,20 +18,11 @@ inline void check_countable(int64_t total, const char* op) {
                   " entries, more than int32 can count");
 }
 
-inline void check_page_size(int64_t page_size, const char* op) {
-  STD_TORCH_CHECK(page_size >= 1, op, ": page_size must be at least 1, got ", page_size);
-}
-
-inline int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
-
-// Slots of the requests req_slots[0], req_slots[1], ...; every row is checked on construction.
+// Slots of the requests req_slots[0], req_slots[1], ... of a table that check_requests has passed; every row is checked
+// on construction.
 class RequestTable {
  public:
   RequestTable(const Tensor& req_to_token, const Tensor& req_slots, const char* op) {
-    check_dim(req_to_token, 2, op, "req_to_token");
-    check_dtype(req_to_token, ScalarType::Int, op, "req_to_token");
-    check_inner(req_to_token, op, "req_to_token");
-    check_vector(req_slots, ScalarType::Int, -1, op, "req_slots");
     requests_ = req_slots.size(0);
     columns_ = req_to_token.size(1);
     stride_ = req_to_token.stride(0);

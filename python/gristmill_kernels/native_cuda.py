@@ -74,7 +74,18 @@ ROWS: dict[str, Callable[[Any], str | None]] = {
 }
 
 # indices and routing
-INDICES: dict[str, Callable[[Any], str | None]] = {}
+INDICES: dict[str, Callable[[Any], str | None]] = {
+    "kv_indices": _any_key,
+    "window_kv_indices": _any_key,
+    "draft_kv_indices": _any_key,
+    "qo_indptr": _any_key,
+    "write_req_to_token": _any_key,
+    "page_table": _any_key,
+    "mla_indices": _any_key,
+    "last_page_len": _any_key,
+    "alloc_extend": _any_key,
+    "alloc_decode": _any_key,
+}
 
 # sampling and quantisation
 LOGITS: dict[str, Callable[[Any], str | None]] = {

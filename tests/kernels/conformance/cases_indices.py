@@ -10,11 +10,22 @@ from torch import Tensor
 from tests.kernels.conformance.harness import Call, Case, Inputs, Output
 
 COLUMNS = 600
+LONG = 9000  # a list that no block of a GPU kernel writes at once
 
 
-def _table(inputs: Inputs, batch: int, layout: str) -> tuple[Tensor, list[int]]:
+def _columns(lens: list[int]) -> int:
+    """Columns of the table for requests of these lengths."""
+    return COLUMNS if max(lens, default=0) <= COLUMNS else LONG + 300
+
+
+def _size(lens: list[int]) -> str:
+    return f"{len(lens)}{'long' * (max(lens, default=0) > COLUMNS)}requests"
+
+
+def _table(inputs: Inputs, lens: list[int], layout: str) -> tuple[Tensor, list[int]]:
     """A request table of random slots, some of them holes, and a row for every request."""
-    values = torch.randint(0, 10_000, (batch + 3, COLUMNS), generator=inputs.generator).int()
+    batch = len(lens)
+    values = torch.randint(0, 10_000, (batch + 3, _columns(lens)), generator=inputs.generator).int()
     values[:, ::37] = -1
     return inputs.of(values, layout), inputs.permutation(batch + 3)[:batch].tolist()
 
@@ -22,8 +33,8 @@ def _table(inputs: Inputs, batch: int, layout: str) -> tuple[Tensor, list[int]]:
 def _paged_table(inputs: Inputs, lens: list[int], page_size: int, layout: str) -> tuple[Tensor, list[int], list[list[int]]]:
     """A request table whose slots come in pages, a row for every request, and the pages of every request."""
     rows = inputs.permutation(len(lens) + 2)[: len(lens)].tolist()
-    table = inputs.blank((len(lens) + 2, COLUMNS), torch.int32, layout)
-    pages = [inputs.permutation(900)[: -(-max(0, length) // page_size)].tolist() for length in lens]
+    table = inputs.blank((len(lens) + 2, _columns(lens)), torch.int32, layout)
+    pages = [inputs.permutation(max(900, length))[: -(-max(0, length) // page_size)].tolist() for length in lens]
     for row, length, own in zip(rows, lens, pages):
         for position in range(max(0, length)):
             table[row, position] = own[position // page_size] * page_size + position % page_size
@@ -44,14 +55,14 @@ def _csr_outputs(inputs: Inputs, pieces: list[list[int]], extra: int) -> tuple[T
 
 def _kv_indices(lens: list[int], starts: list[int] | None, extra: int, layout: str) -> Case:
     def build(inputs: Inputs) -> Call:
-        table, rows = _table(inputs, len(lens), layout)
+        table, rows = _table(inputs, lens, layout)
         begin = starts or [0] * len(lens)
         pieces = [table[row, first : max(first, end)].tolist() for row, first, end in zip(rows, begin, lens)]
         indptr, indices, outputs = _csr_outputs(inputs, pieces, extra)
         args = (indptr, indices, table, inputs.int_list(rows), inputs.int_list(lens), None if starts is None else inputs.int_list(starts))
         return Call(args, outputs)
 
-    label = f"{len(lens)}requests-{layout}{'-start' * (starts is not None)}-extra{extra}"
+    label = f"{_size(lens)}-{layout}{'-start' * (starts is not None)}-extra{extra}"
     return Case("kv_indices", label, build, ("cpu",))
 
 
@@ -66,7 +77,7 @@ def _qo_indptr(lens: list[int]) -> Case:
 def _write_req_to_token(runs: list[tuple[int, int]], layout: str) -> Case:
     def build(inputs: Inputs) -> Call:
         rows = inputs.permutation(len(runs) + 2)[: len(runs)].tolist()
-        table = inputs.blank((len(runs) + 2, 300), torch.int32, layout)
+        table = inputs.blank((len(runs) + 2, max([300, *map(sum, runs)])), torch.int32, layout)
         slots = inputs.ints(0, 10_000, sum(length for _, length in runs))
         expected, taken = table.clone(), 0
         for row, (start, length) in zip(rows, runs):
@@ -80,7 +91,7 @@ def _write_req_to_token(runs: list[tuple[int, int]], layout: str) -> Case:
 
 def _window_kv_indices(lens: list[int], q_lens: list[int] | None, window_left: int, mapped: bool, extra: int, layout: str) -> Case:
     def build(inputs: Inputs) -> Call:
-        table, rows = _table(inputs, len(lens), layout)
+        table, rows = _table(inputs, lens, layout)
         slot_map = None
         if mapped:
             slot_map = inputs.ints(-1, 500, 10_000)
@@ -94,7 +105,7 @@ def _window_kv_indices(lens: list[int], q_lens: list[int] | None, window_left: i
         own_q_lens = None if q_lens is None else inputs.int_list(q_lens)
         return Call((indptr, indices, table, inputs.int_list(rows), inputs.int_list(lens), own_q_lens, slot_map, window_left), outputs)
 
-    label = f"{len(lens)}requests-window{window_left}-{layout}{'-chunks' * (q_lens is not None)}{'-mapped' * mapped}-extra{extra}"
+    label = f"{_size(lens)}-window{window_left}-{layout}{'-chunks' * (q_lens is not None)}{'-mapped' * mapped}-extra{extra}"
     return Case("window_kv_indices", label, build, ("cpu",))
 
 
@@ -107,7 +118,7 @@ def _page_table(lens: list[int], page_size: int, extra: int, layout: str) -> Cas
             expected[number, : len(own)] = torch.tensor(own, dtype=torch.int32)
         return Call((out, table, inputs.int_list(rows), inputs.int_list(lens), page_size), [Output(out, expected, None)])
 
-    return Case("page_table", f"{len(lens)}requests-page{page_size}-{layout}-extra{extra}", build, ("cpu",))
+    return Case("page_table", f"{_size(lens)}-page{page_size}-{layout}-extra{extra}", build, ("cpu",))
 
 
 def _page_table_of_holes() -> Case:
@@ -126,7 +137,7 @@ def _last_page_len(lens: list[int], page_size: int) -> Case:
         expected = [0 if length <= 0 else length % page_size or page_size for length in lens]
         return Call((out, inputs.int_list(lens), page_size), [Output(out, torch.tensor(expected, dtype=torch.int32), None)])
 
-    return Case("last_page_len", f"{len(lens)}requests-page{page_size}", build, ("cpu",))
+    return Case("last_page_len", f"{_size(lens)}-page{page_size}", build, ("cpu",))
 
 
 def _mla_indices(lens: list[int], page_size: int, extra: int, layout: str) -> Case:
@@ -138,12 +149,12 @@ def _mla_indices(lens: list[int], page_size: int, extra: int, layout: str) -> Ca
         outputs.append(Output(last, torch.tensor(filled, dtype=torch.int32), None))
         return Call((indptr, indices, last, table, inputs.int_list(rows), inputs.int_list(lens), page_size), outputs)
 
-    return Case("mla_indices", f"{len(lens)}requests-page{page_size}-{layout}-extra{extra}", build, ("cpu",))
+    return Case("mla_indices", f"{_size(lens)}-page{page_size}-{layout}-extra{extra}", build, ("cpu",))
 
 
 def _draft_kv_indices(lens: list[int], steps: int, topk: int, listed: bool, extra: int, layout: str) -> Case:
     def build(inputs: Inputs) -> Call:
-        table, rows = _table(inputs, len(lens), layout)
+        table, rows = _table(inputs, lens, layout)
         draft_slots = inputs.ints(0, 10_000, len(lens), topk, steps) if listed else None
         longest = sum(max(0, length) for length in lens) * topk + len(lens) * topk * steps
         indptr = inputs.blank((steps, len(lens) * topk + 1), torch.int32, layout)
@@ -162,7 +173,7 @@ def _draft_kv_indices(lens: list[int], steps: int, topk: int, listed: bool, extr
         args = (indptr, indices, table, inputs.int_list(rows), inputs.int_list(lens), draft_slots, steps, topk)
         return Call(args, outputs)
 
-    label = f"{len(lens)}requests-{steps}x{topk}-{layout}{'-listed' * listed}-extra{extra}"
+    label = f"{_size(lens)}-{steps}x{topk}-{layout}{'-listed' * listed}-extra{extra}"
     return Case("draft_kv_indices", label, build, ("cpu",))
 
 
@@ -210,7 +221,7 @@ def _alloc_decode(lens: list[int], page_size: int, extra: int) -> Case:
         args = (out, num_pages, inputs.int_list(lens), inputs.int_list(last), inputs.int_list(free[: taken + extra]), page_size)
         return Call(args, [Output(out, torch.tensor(slots, dtype=torch.int64), None), Output(num_pages, torch.tensor([taken]), None)])
 
-    return Case("alloc_decode", f"{len(lens)}requests-page{page_size}-extra{extra}", build, ("cpu",))
+    return Case("alloc_decode", f"{_size(lens)}-page{page_size}-extra{extra}", build, ("cpu",))
 
 
 def _table_cases() -> list[Case]:
@@ -222,11 +233,19 @@ def _table_cases() -> list[Case]:
         _kv_indices([9, 300, 4, 0], [2, 44, 4, 0], 7, "padded"),
         _kv_indices([3, 5], [6, 1], 0, "ragged"),
         _kv_indices([17] * 40, None, 3, "dense"),
+        _kv_indices([n % 5 for n in range(300)], None, 1, "padded"),
+        _kv_indices([LONG], [13], 2, "dense"),
     ]
-    cases += [_qo_indptr(lens) for lens in ([], [0], [1, 0, 512, 3], [1] * 200)]
+    cases += [_qo_indptr(lens) for lens in ([], [0], [1, 0, 512, 3], [1] * 200, [n % 7 for n in range(800)])]
     cases += [
         _write_req_to_token(runs, layout)
-        for runs, layout in [([(0, 5)], "dense"), ([(3, 0), (290, 10), (0, 300)], "padded"), ([], "dense")]
+        for runs, layout in [
+            ([(0, 5)], "dense"),
+            ([(3, 0), (290, 10), (0, 300)], "padded"),
+            ([], "dense"),
+            ([(n % 90, n % 4) for n in range(300)], "ragged"),
+            ([(7, LONG), (2, 40)], "dense"),
+        ]
     ]
     return cases
 
@@ -243,6 +262,8 @@ def _window_cases() -> list[Case]:
     return cases + [
         _window_kv_indices([77], None, 2**31 - 1, False, 3, "dense"),
         _window_kv_indices([17] * 70, None, 6, False, 0, "padded"),
+        _window_kv_indices([n % 5 for n in range(300)], None, 2, True, 0, "dense"),
+        _window_kv_indices([LONG], [9], LONG - 20, True, 3, "dense"),
     ]
 
 
@@ -255,8 +276,12 @@ def _page_cases() -> list[Case]:
     ]
     cases += [make(few, 16, 0, "dense") for make in (_page_table, _mla_indices) for few in ([], [0, 0])]
     cases += [make([33 + n for n in range(70)], 16, 5, "dense") for make in (_page_table, _mla_indices)]
+    many = [n % 40 for n in range(300)]
+    cases += [make(few, page_size, 1, "dense") for make in (_page_table, _mla_indices) for few, page_size in [(many, 16), ([LONG], 1)]]
     cases += [_page_table_of_holes()]
-    return cases + [_last_page_len(few, page_size) for few, page_size in [(lens, 16), (lens, 1), (lens, 7), ([], 4), ([2**31 - 1], 64)]]
+    return cases + [
+        _last_page_len(few, page_size) for few, page_size in [(lens, 16), (lens, 1), (lens, 7), ([], 4), ([2**31 - 1], 64), (many, 9)]
+    ]
 
 
 def _draft_cases() -> list[Case]:
@@ -268,6 +293,7 @@ def _draft_cases() -> list[Case]:
         )
     ]
     cases += [_draft_kv_indices(lens, 3, 4, listed, 2, "ragged") for listed in (False, True)]
+    cases += [_draft_kv_indices([n % 5 for n in range(260)], 1, 2, False, 1, "dense"), _draft_kv_indices([LONG], 2, 2, False, 3, "padded")]
     return cases + [_draft_kv_indices([], 2, 2, False, 0, "dense"), _draft_kv_indices([-4, 6], 2, 3, True, 0, "dense")]
 
 
@@ -276,6 +302,7 @@ def _alloc_cases() -> list[Case]:
     cases = [_alloc_extend(runs, page_size, extra) for page_size, extra in [(1, 0), (16, 3), (64, 0), (3, 1), (1000, 2)]]
     cases += [_alloc_extend(few, 16, 1) for few in ([], [(4, 4), (9, 9)], [(40, 47)])]
     cases += [_alloc_extend([(n * 7 % 50, n * 7 % 50 + n * 13 % 90) for n in range(130)], 16, 4)]
+    cases += [_alloc_extend([(n % 9, n % 9 + n % 7) for n in range(300)], 4, 1), _alloc_extend([(5, LONG), (6, 9)], 16, 3)]
     lens = [1, 16, 17, 0, 33, 2, 64, 65, -4, 49]
     cases += [_alloc_decode(lens, page_size, extra) for page_size, extra in [(1, 0), (16, 3), (64, 0), (3, 1)]]
     return cases + [_alloc_decode([], 16, 1), _alloc_decode([5 + n for n in range(300)], 16, 0)]

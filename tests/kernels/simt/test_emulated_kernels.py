@@ -65,3 +65,8 @@ def test_rows_of_decode_attention_stand_alone(warp: int, seed: int) -> None:
 @pytest.mark.parametrize("warp", [32, 64])
 def test_plain_rows_have_the_same_bits_as_others(warp: int, seed: int) -> None:
     run_check("plain_rows", warp, seed, "rms_norm", "silu_and_mul", "apply_rope", "store_kv")
+
+
+@pytest.mark.parametrize("warp", [32, 64])
+def test_index_ops_make_of_nonsense_what_the_model_says(warp: int, seed: int) -> None:
+    run_check("hostile_indices", warp, seed, *native_cuda.INDICES)
