@@ -8,6 +8,7 @@
 #include "indices/indices.h"
 #include "kvcache/kvcache.h"
 #include "mla/mla.h"
+#include "moe/moe.h"
 #include "norm/norm.h"
 #include "rope/rope.h"
 #include "sampling/sampling.h"
@@ -52,4 +53,7 @@ STABLE_TORCH_LIBRARY_IMPL(gristmill_native, CPU, m) {
   m.impl("pack_weight", TORCH_BOX(&gristmill::pack_weight));
   m.impl("packed_linear", TORCH_BOX(&gristmill::packed_linear));
   m.impl("skinny_linear", TORCH_BOX(&gristmill::skinny_linear));
+  m.impl("topk_softmax", TORCH_BOX(&gristmill::topk_softmax));
+  m.impl("topk_sigmoid", TORCH_BOX(&gristmill::topk_sigmoid));
+  m.impl("grouped_topk", TORCH_BOX(&gristmill::grouped_topk));
 }

@@ -5,23 +5,10 @@
 #include <cstdint>
 
 #include "common/gpu_launch.h"
+#include "common/gpu_rank.h"
 #include "common/gpu_rows.h"
 
 namespace gristmill::gpu {
-
-// Logits in the order of their keys; 0 and -0 share one.
-__device__ inline uint32_t key_of(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);
-  return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
-}
-__device__ inline float value_of(uint32_t key) {
-  return __uint_as_float(key ^ (key >> 31 != 0 ? 0x80000000u : 0xffffffffu));
-}
-// Larger logits rank higher, equal ones by lowest id. No rank is 0.
-__device__ inline uint64_t rank_of(uint32_t key, int32_t id) {
-  return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(~id);
-}
-__device__ inline int32_t id_of(uint64_t rank) { return static_cast<int32_t>(~static_cast<uint32_t>(rank)); }
 
 // The same maximum in every thread. `scratch` holds one element per warp and is free once all threads are past the
 // block's next barrier.

@@ -1,4 +1,4 @@
-"""Kernels for LLM inference: attention, KV indices, norms, rope, sampling and packed linears, one schema per op and several
+"""Kernels for LLM inference: attention, KV indices, norms, rope, expert routing, sampling and packed linears, one schema per op and several
 implementations of it.
 
 Importing the package does not import torch; the first function used does. `gristmill_kernels._host` needs no torch at all.
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from gristmill_kernels.kvcache import transfer_kv as transfer_kv
     from gristmill_kernels.mla import mla_decode as mla_decode
     from gristmill_kernels.mla import mla_store as mla_store
+    from gristmill_kernels.moe import grouped_topk as grouped_topk
+    from gristmill_kernels.moe import topk_sigmoid as topk_sigmoid
+    from gristmill_kernels.moe import topk_softmax as topk_softmax
     from gristmill_kernels.norm import fused_add_rms_norm as fused_add_rms_norm
     from gristmill_kernels.norm import gemma_fused_add_rms_norm as gemma_fused_add_rms_norm
     from gristmill_kernels.norm import gemma_rms_norm as gemma_rms_norm
@@ -100,6 +103,9 @@ _HOME = {
     "transfer_kv": "kvcache",
     "mla_decode": "mla",
     "mla_store": "mla",
+    "grouped_topk": "moe",
+    "topk_sigmoid": "moe",
+    "topk_softmax": "moe",
     "fused_add_rms_norm": "norm",
     "gemma_fused_add_rms_norm": "norm",
     "gemma_rms_norm": "norm",
@@ -113,7 +119,7 @@ _HOME = {
     "greedy": "sampling",
     "sample": "sampling",
 }
-_FAMILIES_OF_FUNCTIONS = frozenset(("activation", "attention", "gemm", "indices", "kvcache", "mla", "norm", "rope", "sampling"))
+_FAMILIES_OF_FUNCTIONS = frozenset(("activation", "attention", "gemm", "indices", "kvcache", "mla", "moe", "norm", "rope", "sampling"))
 
 __all__ = sorted(_HOME)
 

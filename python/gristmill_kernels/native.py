@@ -105,6 +105,9 @@ PREDICATES: dict[str, Predicate] = {
     "pack_weight": _linear,
     "packed_linear": _linear,
     "skinny_linear": _linear,
+    "topk_softmax": _float_key,
+    "topk_sigmoid": _float_key,
+    "grouped_topk": _float_key,
 }
 
 

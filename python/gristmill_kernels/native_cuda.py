@@ -102,4 +102,11 @@ ATTENTION: dict[str, Callable[[Any], str | None]] = {"decode_attention": _decode
 # skinny linear layers
 LINEAR: dict[str, Callable[[Any], str | None]] = {"skinny_linear": _float_key}
 
-PREDICATES = {**ROWS, **INDICES, **LOGITS, **ATTENTION, **LINEAR}
+# mixture of experts
+MOE: dict[str, Callable[[Any], str | None]] = {
+    "topk_softmax": _float_key,
+    "topk_sigmoid": _float_key,
+    "grouped_topk": _float_key,
+}
+
+PREDICATES = {**ROWS, **INDICES, **LOGITS, **ATTENTION, **LINEAR, **MOE}

@@ -34,6 +34,11 @@ PLAN_HEADER = 8
 # The most rows that skinny_linear takes.
 SKINNY_ROWS = 16
 
+# The most experts, experts per token and groups of experts of the routing ops.
+MAX_EXPERTS = 1024
+MAX_CHOSEN_EXPERTS = 32
+MAX_EXPERT_GROUPS = 32
+
 
 class NormKey(NamedTuple):
     device: str
@@ -114,6 +119,11 @@ class LogitsKey(NamedTuple):
 
 
 class LinearKey(NamedTuple):
+    device: str
+    dtype: Any
+
+
+class RoutingKey(NamedTuple):
     device: str
     dtype: Any
 
@@ -356,6 +366,24 @@ _SPECS = (
     # the weight as it is stored, [N, K]; x has at most SKINNY_ROWS rows
     OpSpec(
         "skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()", LinearKey, lambda out, x, weight, bias: norm_key(x)
+    ),
+    # moe: experts per token are the columns of weights and ids; bias is float32 or bfloat16; id -1 marks a place that no expert could take
+    OpSpec(
+        "topk_softmax(Tensor(a!) weights, Tensor(b!) ids, Tensor logits, bool renormalize) -> ()",
+        RoutingKey,
+        lambda weights, ids, logits, renormalize: norm_key(logits),
+    ),
+    OpSpec(
+        "topk_sigmoid(Tensor(a!) weights, Tensor(b!) ids, Tensor logits, Tensor? bias, bool renormalize) -> ()",
+        RoutingKey,
+        lambda weights, ids, logits, bias, renormalize: norm_key(logits),
+    ),
+    # scores are sigmoids, else softmax
+    OpSpec(
+        "grouped_topk(Tensor(a!) weights, Tensor(b!) ids, Tensor logits, Tensor? bias, SymInt num_groups, SymInt topk_groups, "
+        "float scaling, bool sigmoid, bool renormalize) -> ()",
+        RoutingKey,
+        lambda weights, ids, logits, *rest, **options: norm_key(logits),
     ),
 )
 

@@ -309,6 +309,22 @@ def _skinny(d: Draw) -> Iterator[Case]:
         yield Case(f"M{m} N{n} K{k}", (d.blank(m, n), x, weight, d.normal(n)), _terms(x, weight))
 
 
+def _experts(*shapes: tuple[int, int], **options: Any) -> Callable[[Draw], Iterator[Case]]:
+    """Logits apart by much more than rounding, with a NaN and a masked expert; `options` gives the arguments behind them."""
+
+    def cases(d: Draw) -> Iterator[Case]:
+        for experts, top_k in shapes:
+            logits = torch.stack([d.ids(experts, experts) for _ in range(5)]).to(d.dtype) * (8 / experts)
+            logits[1, 0], logits[2, experts - 1] = float("nan"), float("-inf")
+            for name, rest in options.items():
+                args = [torch.linspace(0, 0.5, experts) if one == "bias" else one for one in rest]
+                yield Case(
+                    f"{name} E{experts}", (d.blank(5, top_k, dtype=torch.float32), d.blank(5, top_k, dtype=torch.int32), logits, *args)
+                )
+
+    return cases
+
+
 def _largest(values: Tensor) -> float:
     return float(values.double().abs().max())
 
@@ -356,6 +372,9 @@ CASES: dict[str, Callable[[Draw], Iterator[Case]]] = {
     "apply_token_bitmask": _bitmask,
     "packed_linear": _linear,  # and with it pack_weight, whose layout is each family's own
     "skinny_linear": _skinny,
+    "topk_softmax": _experts((8, 2), (60, 4), (256, 8), plain=(False,), renormalized=(True,)),
+    "topk_sigmoid": _experts((8, 2), (60, 4), (256, 8), plain=(None, False), biased=("bias", True)),
+    "grouped_topk": _experts((16, 4), (256, 8), softmax=(None, 8, 3, 1.0, False, False), sigmoid=("bias", 8, 4, 2.5, True, True)),
 }
 
 

@@ -154,6 +154,19 @@ def skinny(**changes: Any) -> None:
     gk.skinny_linear(**({"x": torch.zeros(ROWS, DIM), "weight": torch.zeros(5, DIM)} | changes))
 
 
+def experts(**changes: Any) -> None:
+    gk.topk_softmax(**({"logits": torch.zeros(ROWS, 6), "top_k": 2, "renormalize": True} | changes))
+
+
+def scored(**changes: Any) -> None:
+    gk.topk_sigmoid(**({"logits": torch.zeros(ROWS, 6), "top_k": 2, "renormalize": True, "bias": torch.zeros(6)} | changes))
+
+
+def grouped(**changes: Any) -> None:
+    arguments = {"logits": torch.zeros(ROWS, 6), "top_k": 2, "num_groups": 3, "topk_groups": 2, "scoring": "sigmoid", "renormalize": True}
+    gk.grouped_topk(**(arguments | changes))
+
+
 def plan(**changes: Any) -> None:
     gk.plan_decode(**({"kv_indptr_host": i32(0, 3), "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_v": 8, "num_workers": 2} | changes))
 
@@ -169,6 +182,9 @@ FUNCTIONS = [
     merge,
     linear,
     skinny,
+    experts,
+    scored,
+    grouped,
     plan,
     layer,
     swiglu,
@@ -257,6 +273,21 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (skinny, {"weight": torch.zeros(DIM, 5).T}, ValueError, "skinny_linear: weight has strides (1, 5), but its innermost stride"),
     (skinny, {"bias": torch.zeros(4)}, ValueError, "skinny_linear: bias has shape (4,), but should be [N] = (5,)"),
     (skinny, {"out": torch.zeros(ROWS, 4)}, ValueError, "skinny_linear: out has shape (3, 4), but should be [M, N] = (3, 5)"),
+    (experts, {"logits": torch.zeros(6)}, ValueError, "topk_softmax: logits has shape (6,), but should be [T, E] with E from 1 to 1024"),
+    (experts, {"logits": torch.zeros(2, 1025)}, ValueError, "topk_softmax: logits has shape (2, 1025), but should be [T, E] with E from 1"),
+    (experts, {"logits": i32(1, 2)}, TypeError, "topk_softmax: logits has dtype int32, but should be float32, float16 or bfloat16"),
+    (experts, {"top_k": 7}, ValueError, "topk_softmax: top_k is 7, but should be from 1 to 6"),
+    (experts, {"top_k": 0}, ValueError, "topk_softmax: top_k is 0, but should be from 1 to 6"),
+    (experts, {"logits": torch.zeros(2, 64), "top_k": 33}, ValueError, "topk_softmax: top_k is 33, but should be from 1 to 32"),
+    (experts, {"ids": torch.zeros(ROWS, 2)}, TypeError, "topk_softmax: ids has dtype float32, but should be int32"),
+    (experts, {"weights": torch.zeros(ROWS, 3)}, ValueError, "weights has shape (3, 3), but should be [T, K] = (3, 2), with contiguous"),
+    (scored, {"bias": torch.zeros(5)}, ValueError, "topk_sigmoid: bias has shape (5,), but should be [E] = (6,)"),
+    (scored, {"bias": torch.zeros(6).half()}, TypeError, "topk_sigmoid: bias has dtype float16, but should be float32 or bfloat16"),
+    (grouped, {"num_groups": 4}, ValueError, "grouped_topk: num_groups is 4, but should be from 1 to 32 and a divisor of E = 6"),
+    (grouped, {"num_groups": 0}, ValueError, "grouped_topk: num_groups is 0, but should be from 1 to 32 and a divisor of E = 6"),
+    (grouped, {"topk_groups": 4}, ValueError, "grouped_topk: topk_groups is 4, but should be from 1 to num_groups = 3"),
+    (grouped, {"scoring": "tanh"}, ValueError, "grouped_topk: scoring is 'tanh', but should be 'softmax' or 'sigmoid'"),
+    (grouped, {"scaling": float("inf")}, ValueError, "grouped_topk: scaling is inf, but should be finite"),
     (linear, {"x": torch.zeros(ROWS, DIM, dtype=torch.bfloat16)}, TypeError, "linear: x has dtype bfloat16, but should be float32"),
     (linear, {"bias": torch.zeros(4)}, ValueError, "linear: bias has shape (4,), but should be [N] = (5,)"),
     (plan, {"num_workers": 0}, ValueError, "plan_decode: num_workers is 0, but should be at least 1"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gristmill_kernels import dispatch
-from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, norm, rope, sampling
+from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, moe, norm, rope, sampling
 
 _KERNELS: dict[str, Callable[..., None]] = {
     "rms_norm": norm.rms_norm,
@@ -48,6 +48,9 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "pack_weight": gemm.pack_weight,
     "packed_linear": gemm.packed_linear,
     "skinny_linear": gemm.skinny_linear,
+    "topk_softmax": moe.topk_softmax,
+    "topk_sigmoid": moe.topk_sigmoid,
+    "grouped_topk": moe.grouped_topk,
 }
 
 

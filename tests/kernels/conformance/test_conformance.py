@@ -6,10 +6,19 @@ import pytest
 
 from gristmill_kernels import dispatch
 from gristmill_kernels.schema import OPS
-from tests.kernels.conformance import cases_attention, cases_indices, cases_kvcache, cases_logits, cases_mla, cases_rows, cases_skinny
+from tests.kernels.conformance import (
+    cases_attention,
+    cases_indices,
+    cases_kvcache,
+    cases_logits,
+    cases_mla,
+    cases_moe,
+    cases_rows,
+    cases_skinny,
+)
 from tests.kernels.conformance.harness import Case, pairs, run_case
 
-MODULES = (cases_rows, cases_kvcache, cases_indices, cases_attention, cases_mla, cases_logits, cases_skinny)
+MODULES = (cases_rows, cases_kvcache, cases_indices, cases_attention, cases_mla, cases_logits, cases_skinny, cases_moe)
 CASES = [case for module in MODULES for case in module.all_cases()]
 
 

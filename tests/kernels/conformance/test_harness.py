@@ -11,11 +11,13 @@ import torch
 from torch.library import Library
 
 from gristmill_kernels import dispatch
-from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, norm, rope, sampling
+from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, moe, norm, rope, sampling
 from gristmill_kernels.schema import OPS
 from tests.kernels.conformance import oracle
 from tests.kernels.conformance.harness import Moved, pairs, run_case
 from tests.kernels.conformance.test_conformance import CASES
+
+INF = float("inf")
 
 
 def altered(kernel: Callable[..., None], **changes: object) -> Callable[..., None]:
@@ -104,6 +106,50 @@ def _without_repeats(logits, indptr, ids, values) -> None:
 def _silent_last_row(out, *rest) -> None:
     if out.shape[0]:
         out[-1] = out[0]
+
+
+def _highest_id_first(weights, ids, logits, renormalize) -> None:
+    moe.topk_softmax(weights, ids, logits.flip(1), renormalize)
+    ids.copy_(torch.where(ids < 0, ids, logits.shape[1] - 1 - ids))
+
+
+def _nan_spoils_weights(weights, ids, logits, renormalize) -> None:
+    weights.masked_fill_(logits.isnan().any(1, keepdim=True), float("nan"))
+
+
+def _without_the_last_expert(args: dict) -> torch.Tensor:
+    return args["logits"].float().masked_fill(torch.arange(args["logits"].shape[1]) == args["logits"].shape[1] - 1, -INF)
+
+
+def _bias_weighs(weights, ids, logits, bias, renormalize) -> None:
+    moe.topk_sigmoid(weights, ids, logits, bias, renormalize)
+    if bias is not None:
+        weights += bias[ids.clamp(min=0)].masked_fill(ids < 0, 0.0)
+
+
+def _renormalized_float32_scores(weights, ids, logits, bias, renormalize) -> None:
+    moe.topk_sigmoid(weights, ids, logits, bias, False)
+    if renormalize:
+        weights /= weights.sum(1, keepdim=True) + 1e-20
+
+
+def _by_float32_scores(weights, ids, logits, bias, renormalize) -> None:
+    scores = torch.where(logits > -INF, logits.float().sigmoid(), logits.float())
+    moe.topk_sigmoid(weights, ids, scores if bias is None else logits, bias, renormalize)
+    moe.topk_sigmoid(weights, torch.empty_like(ids), logits, bias, renormalize)
+
+
+def _without_nan(args: dict) -> torch.Tensor | None:
+    return None if args["bias"] is None else args["bias"].nan_to_num(0.0, INF, -INF)
+
+
+def _groups_by_their_best(weights, ids, logits, bias, num_groups, topk_groups, scaling, sigmoid, renormalize) -> None:
+    """As if every second expert of a group did not count: groups are chosen by single experts first."""
+    if bias is None or num_groups == 1:
+        return moe.grouped_topk(weights, ids, logits, bias, num_groups, topk_groups, scaling, sigmoid, renormalize)
+    choice = torch.nan_to_num(moe._scores(logits.double(), sigmoid) + bias.double(), -INF, INF, -INF).masked_fill(~(logits > -INF), -INF)
+    kept = moe._in_best_groups(choice, num_groups, topk_groups, False)
+    moe.grouped_topk(weights, ids, logits.float().masked_fill(~kept, -INF), bias, 1, 1, scaling, sigmoid, renormalize)
 
 
 def _affine(normal, weight, bias):
@@ -478,6 +524,35 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
         "the last k is dropped": altered(gemm.skinny_linear, x=lambda a: a["x"] * (torch.arange(a["x"].shape[1]) < a["x"].shape[1] - 1)),
         "float32 products are bfloat16": altered(gemm.skinny_linear, weight=lambda a: a["weight"].bfloat16()),
         "a row mixes with its neighbour": altered(gemm.skinny_linear, x=lambda a: a["x"] + 0.001 * a["x"].roll(1, 0)),
+    },
+    "topk_softmax": {
+        "weights are never renormalized": altered(moe.topk_softmax, renormalize=False),
+        "the last of equals wins": _highest_id_first,
+        "NaN counts as 0": altered(moe.topk_softmax, logits=lambda a: a["logits"].nan_to_num(0.0, INF, -INF)),
+        "NaN has a share": followed_by(moe.topk_softmax, _nan_spoils_weights),
+        "+inf is a large number": altered(moe.topk_softmax, logits=lambda a: a["logits"].clamp(max=6e4)),
+        "-inf can be chosen": altered(moe.topk_softmax, logits=lambda a: a["logits"].clamp(min=-3e4)),
+        "the softmax is over the chosen": altered(moe.topk_softmax, renormalize=True),
+        "the last expert is never chosen": altered(moe.topk_softmax, logits=_without_the_last_expert),
+        "a row mixes with its neighbour": altered(moe.topk_softmax, logits=lambda a: a["logits"] + 0.001 * a["logits"].roll(1, 0)),
+    },
+    "topk_sigmoid": {
+        "the bias is ignored": altered(moe.topk_sigmoid, bias=None),
+        "the bias weighs": _bias_weighs,
+        "weights are never renormalized": altered(moe.topk_sigmoid, renormalize=False),
+        "tiny scores divide 0 by 0": _renormalized_float32_scores,
+        "scores are compared, not logits": _by_float32_scores,
+    },
+    "grouped_topk": {
+        "groups are ignored": altered(moe.grouped_topk, topk_groups=lambda a: a["num_groups"]),
+        "one group more is kept": altered(moe.grouped_topk, topk_groups=lambda a: min(a["num_groups"], a["topk_groups"] + 1)),
+        "groups count as their best with a bias too": _groups_by_their_best,
+        "the scaling is ignored": altered(moe.grouped_topk, scaling=1.0),
+        "scores are always sigmoids": altered(moe.grouped_topk, sigmoid=True),
+        "scores are always softmax": altered(moe.grouped_topk, sigmoid=False),
+        "the bias is ignored": altered(moe.grouped_topk, bias=None),
+        "a NaN bias counts as 0": altered(moe.grouped_topk, bias=_without_nan),
+        "weights are never renormalized": altered(moe.grouped_topk, renormalize=False),
     },
 }  # fmt: skip
 
