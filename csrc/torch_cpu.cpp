@@ -10,6 +10,7 @@
 #include "mla/mla.h"
 #include "moe/moe.h"
 #include "norm/norm.h"
+#include "quant/quant.h"
 #include "rope/rope.h"
 #include "sampling/sampling.h"
 
@@ -56,4 +57,8 @@ STABLE_TORCH_LIBRARY_IMPL(gristmill_native, CPU, m) {
   m.impl("topk_softmax", TORCH_BOX(&gristmill::topk_softmax));
   m.impl("topk_sigmoid", TORCH_BOX(&gristmill::topk_sigmoid));
   m.impl("grouped_topk", TORCH_BOX(&gristmill::grouped_topk));
+  m.impl("quant_fp8", TORCH_BOX(&gristmill::quant_fp8));
+  m.impl("per_token_quant_fp8", TORCH_BOX(&gristmill::per_token_quant_fp8));
+  m.impl("per_token_quant_int8", TORCH_BOX(&gristmill::per_token_quant_int8));
+  m.impl("per_group_quant_fp8", TORCH_BOX(&gristmill::per_group_quant_fp8));
 }

@@ -31,6 +31,8 @@ inline const char* dtype_name(ScalarType type) {
       return "float16";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::Char:
+      return "int8";
     case ScalarType::Int:
       return "int32";
     case ScalarType::Long:

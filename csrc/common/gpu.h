@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "common/dtypes.h"
+#include "common/float8_scalar.h"
 #include "common/target.h"
 
 #if defined(GRISTMILL_SIMT)
@@ -204,6 +205,22 @@ __device__ inline uint32_t pack_two(float low, float high) {
   }
 }
 #endif
+
+// Two floats as the nearest 8-bit floats, the first in the low byte: what to_float8 gives, but for the sign of a NaN.
+template <Float8 T>
+__device__ inline uint16_t pack_two_float8(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t both;
+  if constexpr (std::is_same_v<T, Float8E4M3>) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+  } else if constexpr (std::is_same_v<T, Float8E5M2>) {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+  }
+#endif
+  return static_cast<uint16_t>(to_float8<T>(low).bits | to_float8<T>(high).bits << 8);
+}
 
 // 2^x to within 2 ulp; 2^-inf is 0.
 __device__ inline float exp2_fast(float x) {

@@ -92,10 +92,10 @@ __device__ inline A warp_sum(A value) {
   return value;
 }
 
-template <typename A>
+template <int kLanes = kWarp, typename A>
 __device__ inline A warp_max(A value) {
 #pragma unroll
-  for (int mask = 1; mask < kWarp; mask *= 2) {
+  for (int mask = 1; mask < kLanes; mask *= 2) {
     const A other = shuffle_xor(value, mask);
     value = other > value ? other : value;
   }
@@ -115,6 +115,22 @@ __device__ inline A block_sum(A value, A* scratch) {
 #pragma unroll
   for (int w = 1; w < kMaxThreads / kWarp; ++w) {
     if (w < warps) value += scratch[w];
+  }
+  return value;
+}
+
+// The largest in the same way.
+template <int kMaxThreads, typename A>
+__device__ inline A block_max(A value, A* scratch) {
+  value = warp_max(value);
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  if (warps <= 1) return value;
+  if (lane_index() == 0) scratch[warp_index()] = value;
+  sync_block();
+  value = scratch[0];
+#pragma unroll
+  for (int w = 1; w < kMaxThreads / kWarp; ++w) {
+    if (w < warps) value = scratch[w] > value ? scratch[w] : value;
   }
   return value;
 }

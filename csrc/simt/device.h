@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "common/dtypes.h"
+#include "common/float8_scalar.h"
 #include "simt/matrix.h"
 #include "simt/simt.h"
 
@@ -138,6 +139,11 @@ inline uint32_t pack_two(float low, float high) {
   return static_cast<uint32_t>(from_float<T>(low).bits) | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
 }
 #endif
+
+template <Float8 T>
+inline uint16_t pack_two_float8(float low, float high) {
+  return static_cast<uint16_t>(to_float8<T>(low).bits | to_float8<T>(high).bits << 8);
+}
 
 // Flushes what is below the normal numbers to zero, as the instruction does.
 inline float exp2_fast(float x) {

@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from gristmill_kernels.norm import gemma_rms_norm as gemma_rms_norm
     from gristmill_kernels.norm import layer_norm as layer_norm
     from gristmill_kernels.norm import rms_norm as rms_norm
+    from gristmill_kernels.quant import per_group_quant_fp8 as per_group_quant_fp8
+    from gristmill_kernels.quant import per_token_quant_fp8 as per_token_quant_fp8
+    from gristmill_kernels.quant import per_token_quant_int8 as per_token_quant_int8
+    from gristmill_kernels.quant import quant_fp8 as quant_fp8
     from gristmill_kernels.rope import apply_rope as apply_rope
     from gristmill_kernels.rope import apply_rope_store_kv as apply_rope_store_kv
     from gristmill_kernels.sampling import apply_logit_bias as apply_logit_bias
@@ -111,6 +115,10 @@ _HOME = {
     "gemma_rms_norm": "norm",
     "layer_norm": "norm",
     "rms_norm": "norm",
+    "per_group_quant_fp8": "quant",
+    "per_token_quant_fp8": "quant",
+    "per_token_quant_int8": "quant",
+    "quant_fp8": "quant",
     "apply_rope": "rope",
     "apply_rope_store_kv": "rope",
     "apply_logit_bias": "sampling",
@@ -119,7 +127,9 @@ _HOME = {
     "greedy": "sampling",
     "sample": "sampling",
 }
-_FAMILIES_OF_FUNCTIONS = frozenset(("activation", "attention", "gemm", "indices", "kvcache", "mla", "moe", "norm", "rope", "sampling"))
+_FAMILIES_OF_FUNCTIONS = frozenset(
+    ("activation", "attention", "gemm", "indices", "kvcache", "mla", "moe", "norm", "quant", "rope", "sampling")
+)
 
 __all__ = sorted(_HOME)
 

@@ -10,7 +10,7 @@ import torch
 
 from gristmill_kernels import __version__, dispatch, loader, loader_gpu
 from gristmill_kernels.checks import name_of
-from gristmill_kernels.schema import OPS, AttentionKey, IndexKey, MlaKey, RopeKey, RopeStoreKey, StoreKey, TransferKey
+from gristmill_kernels.schema import OPS, AttentionKey, IndexKey, MlaKey, QuantKey, RopeKey, RopeStoreKey, StoreKey, TransferKey
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,6 +27,8 @@ def _typical_key(key_type: Any, device: str, dtype: torch.dtype) -> tuple:
         return (device, dtype, dtype, 128, 128)
     if key_type is StoreKey:
         return (device, dtype, dtype)
+    if key_type is QuantKey:
+        return (device, dtype, torch.float8_e4m3fn)
     if key_type is TransferKey:  # to the host and back
         return (device, dtype, "cpu", device)
     return (device, dtype)

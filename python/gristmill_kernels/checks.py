@@ -14,6 +14,7 @@ _SHORT = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
+    torch.int8: "int8",
     torch.int32: "int32",
     torch.int64: "int64",
     torch.bool: "bool",

@@ -10,7 +10,7 @@ import torch
 
 from gristmill_kernels import dispatch, loader, loader_gpu, native_cuda
 from gristmill_kernels.checks import FLOAT8_DTYPES, FLOAT_DTYPES, name_of
-from gristmill_kernels.schema import AttentionKey, LinearKey, MlaKey, RopeKey, RopeStoreKey, StoreKey
+from gristmill_kernels.schema import AttentionKey, LinearKey, MlaKey, QuantKey, RopeKey, RopeStoreKey, StoreKey
 
 MAX_HEAD_DIM = 576
 Predicate = Callable[[Any], "str | None"]
@@ -65,6 +65,14 @@ def _linear(key: LinearKey) -> str | None:
     return _float_key(key)
 
 
+def _quant(key: QuantKey) -> str | None:
+    if key.dtype not in FLOAT_DTYPES:
+        return f"dtype {name_of(key.dtype)} is not float32, float16 or bfloat16"
+    if key.out_dtype is not torch.int8 and key.out_dtype not in FLOAT8_DTYPES:
+        return f"the codes are {name_of(key.out_dtype)}, neither int8 nor an 8-bit float"
+    return None
+
+
 PREDICATES: dict[str, Predicate] = {
     "rms_norm": _float_key,
     "fused_add_rms_norm": _float_key,
@@ -108,6 +116,10 @@ PREDICATES: dict[str, Predicate] = {
     "topk_softmax": _float_key,
     "topk_sigmoid": _float_key,
     "grouped_topk": _float_key,
+    "quant_fp8": _quant,
+    "per_token_quant_fp8": _quant,
+    "per_token_quant_int8": _quant,
+    "per_group_quant_fp8": _quant,
 }
 
 

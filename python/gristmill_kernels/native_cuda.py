@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gristmill_kernels.checks import FLOAT8_DTYPES, FLOAT_DTYPES, name_of
-from gristmill_kernels.schema import AttentionKey, RopeStoreKey, StoreKey
+from gristmill_kernels.schema import AttentionKey, QuantKey, RopeStoreKey, StoreKey
 
 
 def _any_key(key: Any) -> str | None:
@@ -29,6 +29,14 @@ def _cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         return f"dtype {name_of(dtype)} is not float32, float16 or bfloat16"
     if cache_dtype is not dtype and cache_dtype not in FLOAT8_DTYPES:
         return f"the cache is {name_of(cache_dtype)}, neither {name_of(dtype)} like the rows nor an 8-bit float"
+    return None
+
+
+def _quant(key: QuantKey) -> str | None:
+    if key.dtype not in FLOAT_DTYPES:
+        return f"dtype {name_of(key.dtype)} is not float32, float16 or bfloat16"
+    if key.out_dtype is not torch.int8 and key.out_dtype not in FLOAT8_DTYPES:
+        return f"the codes are {name_of(key.out_dtype)}, neither int8 nor an 8-bit float"
     return None
 
 
@@ -87,7 +95,7 @@ INDICES: dict[str, Callable[[Any], str | None]] = {
     "alloc_decode": _any_key,
 }
 
-# sampling and quantisation
+# sampling
 LOGITS: dict[str, Callable[[Any], str | None]] = {
     "greedy": _float_key,
     "sample": _float_key,
@@ -99,6 +107,14 @@ LOGITS: dict[str, Callable[[Any], str | None]] = {
 # attention
 ATTENTION: dict[str, Callable[[Any], str | None]] = {"decode_attention": _decode}
 
+# activations as 8-bit numbers
+QUANT: dict[str, Callable[[Any], str | None]] = {
+    "quant_fp8": _quant,
+    "per_token_quant_fp8": _quant,
+    "per_token_quant_int8": _quant,
+    "per_group_quant_fp8": _quant,
+}
+
 # skinny linear layers
 LINEAR: dict[str, Callable[[Any], str | None]] = {"skinny_linear": _float_key}
 
@@ -109,4 +125,4 @@ MOE: dict[str, Callable[[Any], str | None]] = {
     "grouped_topk": _float_key,
 }
 
-PREDICATES = {**ROWS, **INDICES, **LOGITS, **ATTENTION, **LINEAR, **MOE}
+PREDICATES = {**ROWS, **INDICES, **LOGITS, **ATTENTION, **LINEAR, **MOE, **QUANT}

@@ -39,6 +39,9 @@ MAX_EXPERTS = 1024
 MAX_CHOSEN_EXPERTS = 32
 MAX_EXPERT_GROUPS = 32
 
+# The group sizes of per_group_quant_fp8.
+QUANT_GROUPS = (32, 64, 128, 256)
+
 
 class NormKey(NamedTuple):
     device: str
@@ -128,6 +131,12 @@ class RoutingKey(NamedTuple):
     dtype: Any
 
 
+class QuantKey(NamedTuple):
+    device: str
+    dtype: Any
+    out_dtype: Any
+
+
 def device_of(x: Any) -> str:
     """Device type of a tensor; `x.device.type` takes several times as long as asking for the usual one."""
     return "cpu" if x.is_cpu else x.device.type
@@ -147,6 +156,10 @@ def rope_store_key(q: Any, k_cache: Any, cos_sin_cache: Any) -> tuple:
 
 def store_key(k: Any, k_cache: Any) -> tuple:
     return (device_of(k), k.dtype, k_cache.dtype)
+
+
+def quant_key(x: Any, out: Any) -> tuple:
+    return (device_of(x), x.dtype, out.dtype)
 
 
 def transfer_key(dst_k: Any, src_k: Any) -> tuple:
@@ -384,6 +397,15 @@ _SPECS = (
         "float scaling, bool sigmoid, bool renormalize) -> ()",
         RoutingKey,
         lambda weights, ids, logits, *rest, **options: norm_key(logits),
+    ),
+    # quant: rows as 8-bit numbers; scales [T, H / width of a group], of any strides. quant.py says how large a scale is
+    OpSpec("quant_fp8(Tensor(a!) out, Tensor x, Tensor scale) -> ()", QuantKey, lambda out, x, scale: quant_key(x, out)),
+    OpSpec("per_token_quant_fp8(Tensor(a!) out, Tensor(b!) scales, Tensor x) -> ()", QuantKey, lambda out, scales, x: quant_key(x, out)),
+    OpSpec("per_token_quant_int8(Tensor(a!) out, Tensor(b!) scales, Tensor x) -> ()", QuantKey, lambda out, scales, x: quant_key(x, out)),
+    OpSpec(
+        "per_group_quant_fp8(Tensor(a!) out, Tensor(b!) scales, Tensor x, SymInt group_size) -> ()",
+        QuantKey,
+        lambda out, scales, x, group_size: quant_key(x, out),
     ),
 )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gristmill_kernels import _registry, dispatch
 from gristmill_kernels.checks import name_of
-from gristmill_kernels.schema import OPS, SPLIT_TOKENS, IndexKey
+from gristmill_kernels.schema import OPS, QUANT_GROUPS, SPLIT_TOKENS, IndexKey
 
 GUARD = 64
 POISON = -77_777
@@ -322,7 +322,40 @@ def _experts(*shapes: tuple[int, int], **options: Any) -> Callable[[Draw], Itera
                     f"{name} E{experts}", (d.blank(5, top_k, dtype=torch.float32), d.blank(5, top_k, dtype=torch.int32), logits, *args)
                 )
 
+
+QUANT_SHAPES = ((1, 8), (3, 128), (7, 4096), (2, 5120), (5, 33), (3, 20480), (0, 64))
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+
+
+def _rows_of_all_sizes(d: Draw, rows: int, width: int) -> Tensor:
+    """With an infinity, a NaN and a row of zeros."""
+    x = d.normal(rows, width) * torch.exp2(d.uniform(-12, 12, rows, 1)).to(d.dtype)
+    if rows > 2:
+        x[0, 0], x[1, -1], x[2] = float("inf"), float("nan"), 0
+    return x
+
+
+def _quant_static(d: Draw) -> Iterator[Case]:
+    for kind in FLOAT8:
+        for rows, width in QUANT_SHAPES:
+            args = (d.blank(rows, width, dtype=kind), _rows_of_all_sizes(d, rows, width), torch.tensor([0.3]))
+            yield Case(f"{name_of(kind)} {rows}x{width}", args, None)
+
+
+def _quant_tokens(*kinds: torch.dtype) -> Callable[[Draw], Iterator[Case]]:
+    def cases(d: Draw) -> Iterator[Case]:
+        for kind in kinds:
+            for rows, width in QUANT_SHAPES:
+                outputs = (d.blank(rows, width, dtype=kind), d.blank(rows, 1, dtype=torch.float32))
+                yield Case(f"{name_of(kind)} {rows}x{width}", (*outputs, _rows_of_all_sizes(d, rows, width)), None)
+
     return cases
+
+
+def _quant_groups(d: Draw) -> Iterator[Case]:
+    for kind, size in zip((*FLOAT8, FLOAT8[0]), QUANT_GROUPS):
+        outputs = (d.blank(5, 3 * size, dtype=kind), d.blank(5, 3, dtype=torch.float32))
+        yield Case(f"{name_of(kind)} groups of {size}", (*outputs, _rows_of_all_sizes(d, 5, 3 * size), size), None)
 
 
 def _largest(values: Tensor) -> float:
@@ -375,6 +408,10 @@ CASES: dict[str, Callable[[Draw], Iterator[Case]]] = {
     "topk_softmax": _experts((8, 2), (60, 4), (256, 8), plain=(False,), renormalized=(True,)),
     "topk_sigmoid": _experts((8, 2), (60, 4), (256, 8), plain=(None, False), biased=("bias", True)),
     "grouped_topk": _experts((16, 4), (256, 8), softmax=(None, 8, 3, 1.0, False, False), sigmoid=("bias", 8, 4, 2.5, True, True)),
+    "quant_fp8": _quant_static,
+    "per_token_quant_fp8": _quant_tokens(*FLOAT8),
+    "per_token_quant_int8": _quant_tokens(torch.int8),
+    "per_group_quant_fp8": _quant_groups,
 }
 
 

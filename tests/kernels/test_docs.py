@@ -27,7 +27,7 @@ def test_the_examples_of_the_page_run(number: int) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("module", ["norm", "gemm", "moe", "_plan"])
+@pytest.mark.parametrize("module", ["norm", "gemm", "moe", "quant", "_plan"])
 def test_the_examples_of_the_docstrings_run(module: str) -> None:
     results = doctest.testmod(import_module(f"gristmill_kernels.{module}"))
     assert results.attempted and not results.failed

@@ -167,6 +167,22 @@ def grouped(**changes: Any) -> None:
     gk.grouped_topk(**(arguments | changes))
 
 
+def static(**changes: Any) -> None:
+    gk.quant_fp8(**({"x": torch.zeros(ROWS, DIM), "scale": torch.ones(1)} | changes))
+
+
+def tokens(**changes: Any) -> None:
+    gk.per_token_quant_fp8(**({"x": torch.zeros(ROWS, DIM)} | changes))
+
+
+def integers(**changes: Any) -> None:
+    gk.per_token_quant_int8(**({"x": torch.zeros(ROWS, DIM)} | changes))
+
+
+def groups(**changes: Any) -> None:
+    gk.per_group_quant_fp8(**({"x": torch.zeros(ROWS, 64), "group_size": 32} | changes))
+
+
 def plan(**changes: Any) -> None:
     gk.plan_decode(**({"kv_indptr_host": i32(0, 3), "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_v": 8, "num_workers": 2} | changes))
 
@@ -185,6 +201,10 @@ FUNCTIONS = [
     experts,
     scored,
     grouped,
+    static,
+    tokens,
+    integers,
+    groups,
     plan,
     layer,
     swiglu,
@@ -288,6 +308,30 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (grouped, {"topk_groups": 4}, ValueError, "grouped_topk: topk_groups is 4, but should be from 1 to num_groups = 3"),
     (grouped, {"scoring": "tanh"}, ValueError, "grouped_topk: scoring is 'tanh', but should be 'softmax' or 'sigmoid'"),
     (grouped, {"scaling": float("inf")}, ValueError, "grouped_topk: scaling is inf, but should be finite"),
+    (static, {"scale": torch.ones(2)}, ValueError, "quant_fp8: scale has shape (2,), but should be of one element"),
+    (static, {"scale": torch.ones(1).half()}, TypeError, "quant_fp8: scale has dtype float16, but should be float32"),
+    (static, {"dtype": torch.int8}, ValueError, "quant_fp8: dtype is 'int8', but should be float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz"),
+    (tokens, {"x": torch.zeros(DIM)}, ValueError, "per_token_quant_fp8: x has shape (8,), but should be [T, H]"),
+    (tokens, {"x": torch.zeros(DIM, ROWS).T}, ValueError, "per_token_quant_fp8: x has strides (1, 3), but its innermost stride"),
+    (
+        tokens,
+        {"out": torch.zeros(ROWS, DIM).to(torch.float8_e5m2), "dtype": torch.float8_e4m3fn},
+        TypeError,
+        "per_token_quant_fp8: out has dtype float8_e5m2, but should be the given float8_e4m3fn",
+    ),
+    (tokens, {"out": torch.zeros(ROWS, DIM)}, TypeError, "per_token_quant_fp8: out has dtype float32, but should be float8_e4m3fn, float8"),
+    (tokens, {"scales": torch.zeros(ROWS)}, ValueError, "per_token_quant_fp8: scales has shape (3,), but should be [T, 1] = (3, 1)"),
+    (integers, {"out": torch.zeros(ROWS, DIM)}, TypeError, "per_token_quant_int8: out has dtype float32, but should be int8"),
+    (
+        integers,
+        {"out": torch.zeros(ROWS, 9, dtype=torch.int8)},
+        ValueError,
+        "per_token_quant_int8: out has shape (3, 9), but should be the shape of x = (3, 8)",
+    ),
+    (groups, {"group_size": 48}, ValueError, "per_group_quant_fp8: group_size is 48, but should be 32, 64, 128 or 256"),
+    (groups, {"group_size": 128}, ValueError, "x has shape (3, 64), but should be [T, H] with H a multiple of group_size = 128"),
+    (groups, {"scales": torch.zeros(2, ROWS)}, ValueError, "scales has shape (2, 3), but should be [T, H / group_size] = (3, 2)"),
+    (groups, {"scales": torch.zeros(ROWS, 2).double()}, TypeError, "scales has dtype float64, but should be float32"),
     (linear, {"x": torch.zeros(ROWS, DIM, dtype=torch.bfloat16)}, TypeError, "linear: x has dtype bfloat16, but should be float32"),
     (linear, {"bias": torch.zeros(4)}, ValueError, "linear: bias has shape (4,), but should be [N] = (5,)"),
     (plan, {"num_workers": 0}, ValueError, "plan_decode: num_workers is 0, but should be at least 1"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gristmill_kernels import dispatch
-from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, moe, norm, rope, sampling
+from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, moe, norm, quant, rope, sampling
 
 _KERNELS: dict[str, Callable[..., None]] = {
     "rms_norm": norm.rms_norm,
@@ -51,6 +51,10 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "topk_softmax": moe.topk_softmax,
     "topk_sigmoid": moe.topk_sigmoid,
     "grouped_topk": moe.grouped_topk,
+    "quant_fp8": quant.quant_fp8,
+    "per_token_quant_fp8": quant.per_token_quant_fp8,
+    "per_token_quant_int8": quant.per_token_quant_int8,
+    "per_group_quant_fp8": quant.per_group_quant_fp8,
 }
 
 

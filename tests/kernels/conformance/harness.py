@@ -18,6 +18,7 @@ PRODUCT_EPS = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, torch.bfloat16:
 MANTISSA_BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 MIN_EXPONENT = {torch.float32: -126, torch.float16: -14, torch.bfloat16: -126}
 INT_POISON = -77_777
+INT8_POISON = -77
 GUARD = 16
 
 
@@ -91,7 +92,8 @@ class Inputs:
 
     def adopt(self, base: Tensor) -> Tensor:
         """Poison a one-dimensional buffer and watch it."""
-        base.fill_(float("nan") if base.dtype.is_floating_point else INT_POISON if base.dtype is not torch.bool else True)
+        special = {torch.bool: True, torch.int8: INT8_POISON}
+        base.fill_(float("nan") if base.dtype.is_floating_point else special.get(base.dtype, INT_POISON))
         self.bases.append(base)
         return base
 

@@ -103,6 +103,33 @@ def to_float8(x: NDArray[np.float32], name: str) -> Array:
     return np.where(np.isnan(x), np.nan, np.copysign(rounded, x))
 
 
+def float8_codes(values: Array, name: str) -> NDArray[np.uint8]:
+    """The codes of values of a format; those of NaN mean nothing."""
+    codes = np.searchsorted(float8_values(name), np.nan_to_num(abs(values))).astype(np.uint8)
+    no_sign = (codes == 0) & (name == "e4m3fnuz")
+    return codes | np.where(np.signbit(values) & ~no_sign, 0x80, 0).astype(np.uint8)
+
+
+def quant_scale(x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    """float32[..., 1] scales of the last dimension's elements."""
+    largest = np.float32(127 if name == "int8" else float8_values(name)[-1])
+    amax = np.where(np.isfinite(x), abs(x), 0).max(-1, keepdims=True, initial=0).astype(np.float32)
+    scale = np.maximum(amax / largest, np.float32(2.0**-126))
+    with np.errstate(over="ignore"):
+        while (beyond := np.isinf(scale * largest)).any():
+            scale = np.where(beyond, np.nextafter(scale, np.float32(0)), scale)
+    return scale
+
+
+def quantised(x: NDArray[np.float32], scale: NDArray[np.float32], name: str) -> Array:
+    """The values of the codes of x / scale."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        quotient = x / scale
+    if name != "int8":
+        return to_float8(quotient, name)
+    return np.where(np.isnan(quotient), 0, np.clip(np.rint(quotient), -127, 127)).astype(np.float64)
+
+
 def float32_quotient(x: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         return x / np.float32(scale)

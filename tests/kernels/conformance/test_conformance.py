@@ -13,12 +13,13 @@ from tests.kernels.conformance import (
     cases_logits,
     cases_mla,
     cases_moe,
+    cases_quant,
     cases_rows,
     cases_skinny,
 )
 from tests.kernels.conformance.harness import Case, pairs, run_case
 
-MODULES = (cases_rows, cases_kvcache, cases_indices, cases_attention, cases_mla, cases_logits, cases_skinny, cases_moe)
+MODULES = (cases_rows, cases_kvcache, cases_indices, cases_attention, cases_mla, cases_logits, cases_skinny, cases_moe, cases_quant)
 CASES = [case for module in MODULES for case in module.all_cases()]
 
 

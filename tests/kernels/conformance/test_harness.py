@@ -11,7 +11,7 @@ import torch
 from torch.library import Library
 
 from gristmill_kernels import dispatch
-from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, moe, norm, rope, sampling
+from gristmill_kernels.reference import activation, attention, gemm, indices, kvcache, mla, moe, norm, quant, rope, sampling
 from gristmill_kernels.schema import OPS
 from tests.kernels.conformance import oracle
 from tests.kernels.conformance.harness import Moved, pairs, run_case
@@ -150,6 +150,37 @@ def _groups_by_their_best(weights, ids, logits, bias, num_groups, topk_groups, s
     choice = torch.nan_to_num(moe._scores(logits.double(), sigmoid) + bias.double(), -INF, INF, -INF).masked_fill(~(logits > -INF), -INF)
     kept = moe._in_best_groups(choice, num_groups, topk_groups, False)
     moe.grouped_topk(weights, ids, logits.float().masked_fill(~kept, -INF), bias, 1, 1, scaling, sigmoid, renormalize)
+
+
+def _reciprocal(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Products with the inverse of the scale instead of quotients."""
+
+    def wrong(out, scales, x, *group) -> None:
+        kernel(out, scales, x, *group)
+        width = group[0] if group else x.shape[1]
+        if x.numel():
+            inverse = (1 / scales).repeat_interleave(width, 1)
+            products = x.float() * inverse
+            largest = quant.LARGEST_FLOAT8.get(out.dtype, quant.INT8_LARGEST)
+            out.copy_(
+                (products if out.dtype.is_floating_point else products.nan_to_num(0.0).round()).clamp(-largest, largest).to(out.dtype)
+            )
+
+    return wrong
+
+
+def _quant_mutants(kernel: Callable[..., None]) -> dict[str, Callable[..., None]]:
+    return {
+        "the scale counts infinities": altered(kernel, x=lambda a: a["x"].nan_to_num(nan=float("nan"))),
+        "a scale is zero where all values are": followed_by(kernel, lambda out, scales, *rest: scales.masked_fill_(scales == 2.0**-126, 0)),
+        "the sign is lost": altered(kernel, x=lambda a: a["x"].abs()),
+        "values are truncated": altered(kernel, x=lambda a: a["x"] * 0.97),
+        "the scale is the inverse": followed_by(kernel, lambda out, scales, *rest: scales.reciprocal_()),
+        "products stand for quotients": _reciprocal(kernel),
+        "rows share a scale": followed_by(
+            kernel, lambda out, scales, *rest: scales.copy_(scales[:1].expand_as(scales)) if len(scales) else None
+        ),
+    }
 
 
 def _affine(normal, weight, bias):
@@ -553,6 +584,33 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
         "the bias is ignored": altered(moe.grouped_topk, bias=None),
         "a NaN bias counts as 0": altered(moe.grouped_topk, bias=_without_nan),
         "weights are never renormalized": altered(moe.grouped_topk, renormalize=False),
+    },
+    "quant_fp8": {
+        "the scale multiplies": altered(quant.quant_fp8, scale=lambda a: 1 / a["scale"]),
+        "infinities do not saturate": altered(quant.quant_fp8, x=lambda a: a["x"].masked_fill(a["x"].isinf(), float("nan"))),
+        "a NaN becomes zero": altered(quant.quant_fp8, x=lambda a: a["x"].nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf"))),
+        "a zero loses its sign": altered(quant.quant_fp8, x=lambda a: a["x"] + 0.0),
+        "products stand for quotients": altered(
+            quant.quant_fp8, x=lambda a: a["x"].float() * (1 / a["scale"]), scale=lambda a: torch.ones_like(a["scale"])
+        ),
+    },
+    "per_token_quant_fp8": _quant_mutants(quant.per_token_quant_fp8),
+    "per_token_quant_int8": _quant_mutants(quant.per_token_quant_int8)
+    | {
+        "-128 is used": followed_by(quant.per_token_quant_int8, lambda out, scales, x: out.masked_fill_(out == -127, -128)),
+        "half is rounded up": followed_by(
+            quant.per_token_quant_int8, lambda out, scales, x: out.add_((x.float() / scales - out == 0.5).to(torch.int8))
+        ),
+        "127 times a scale is infinite": followed_by(
+            quant.per_token_quant_int8,
+            lambda out, scales, x: scales.mul_(torch.where(scales == quant.INT8_LARGEST_SCALE, 1 + 2.0**-23, 1.0)),
+        ),
+    },
+    "per_group_quant_fp8": _quant_mutants(quant.per_group_quant_fp8)
+    | {
+        "groups share a scale": followed_by(
+            quant.per_group_quant_fp8, lambda out, scales, *rest: scales.copy_(scales[:, :1].expand_as(scales)) if scales.numel() else None
+        ),
     },
 }  # fmt: skip
 

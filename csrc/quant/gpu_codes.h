@@ -1,0 +1,84 @@
+// What a GPU thread makes of a pack of elements: their quotients by a scale, rounded to 8 bits.
+#pragma once
+
+#include "common/float8_scalar.h"
+#include "common/gpu_rows.h"
+#include "quant/problem.h"
+
+namespace gristmill::gpu {
+
+// float32(x / scale) for many x, bit for bit, mostly without dividing.
+class Divisor {
+ public:
+  __device__ explicit Divisor(float scale)
+      : scale_(scale), inverse_(1.0f / scale), ordinary_(scale >= 0x1p-80f && scale <= 0x1p80f) {}
+
+  // Whether quotient() is right for all |x| <= most: nothing overflows, and the residuals of an x of at least 2^-100
+  // are exact. The quotient of a smaller one is below 2^-20, what any code rounds to zero.
+  __device__ bool multiplies(float most) const { return ordinary_ && most * inverse_ < 0x1p60f; }
+
+  // The product with the rounded inverse is within two units in the last place; corrected once, it is one of the two
+  // neighbours of x / scale, and then a second correction rounds right (Markstein 1990, theorem 5). The residual is
+  // taken as q * scale - x, which keeps the sign of a zero.
+  __device__ float quotient(float x) const {
+    float q = x * inverse_;
+    q = fmaf(fmaf(q, scale_, -x), -inverse_, q);
+    return fmaf(fmaf(q, scale_, -x), -inverse_, q);
+  }
+  __device__ float divided(float x) const { return x / scale_; }
+
+ private:
+  float scale_, inverse_;
+  bool ordinary_;
+};
+
+// Rounds to nearest even; what lies beyond 127, infinities included, saturates; a NaN becomes 0.
+__device__ inline Int8 to_int8(float x) {
+  const float bounded = fminf(fmaxf(x, -Int8::kLargest), Int8::kLargest);
+  // 1.5 * 2^23: the last bit of the sum is worth 1.
+  const uint32_t sum = float_bits(bounded + 0x1.8p23f);
+  return Int8{static_cast<int8_t>(x == x ? sum & 0xffu : 0u)};
+}
+
+template <typename To, int N>
+__device__ inline Pack<To, N> rounded(const float (&x)[N]) {
+  Pack<To, N> codes;
+  if constexpr (Float8<To>) {
+    uint16_t pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) pairs[i] = pack_two_float8<To>(x[2 * i], x[2 * i + 1]);
+    memcpy(&codes, pairs, sizeof(codes));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) codes[i] = to_int8(x[i]);
+  }
+  return codes;
+}
+
+template <typename To, typename From, int N>
+__device__ inline Pack<To, N> quotients(const Pack<From, N>& pack, const Divisor& by) {
+  float x[N], most = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    x[i] = to_float(pack[i]);
+    most = fmaxf(most, fabsf(x[i]));  // passes over NaN
+  }
+  const bool multiplies = by.multiplies(most);
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = multiplies ? by.quotient(x[i]) : by.divided(x[i]);
+  return rounded<To>(x);
+}
+
+// The largest finite magnitude of a pack, or `largest` if that is larger. An infinity times 0 is NaN, which fmaxf
+// passes over.
+template <typename From, int N>
+__device__ inline float largest_magnitude(const Pack<From, N>& pack, float largest) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float x = to_float(pack[i]);
+    largest = fmaxf(largest, fmaf(x, 0.0f, fabsf(x)));
+  }
+  return largest;
+}
+
+}  // namespace gristmill::gpu
