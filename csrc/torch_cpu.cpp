@@ -57,6 +57,7 @@ STABLE_TORCH_LIBRARY_IMPL(gristmill_native, CPU, m) {
   m.impl("topk_softmax", TORCH_BOX(&gristmill::topk_softmax));
   m.impl("topk_sigmoid", TORCH_BOX(&gristmill::topk_sigmoid));
   m.impl("grouped_topk", TORCH_BOX(&gristmill::grouped_topk));
+  m.impl("align_block_size", TORCH_BOX(&gristmill::align_block_size));
   m.impl("quant_fp8", TORCH_BOX(&gristmill::quant_fp8));
   m.impl("per_token_quant_fp8", TORCH_BOX(&gristmill::per_token_quant_fp8));
   m.impl("per_token_quant_int8", TORCH_BOX(&gristmill::per_token_quant_int8));

@@ -133,6 +133,42 @@ def merge_row(rows: int) -> MemoryRow:
     return MemoryRow(f"merge_state {rows} rows", rows * HEADS * (6 * DIM + 12), False, build)
 
 
+def experts_row(tokens: int) -> MemoryRow:
+    """128 experts, as in Qwen3-MoE."""
+
+    def build() -> tuple[Call, Call | None]:
+        logits, experts = _normal(tokens, 128), 8
+        weights, ids = torch.empty(tokens, experts, device="cuda"), torch.empty(tokens, experts, dtype=torch.int32, device="cuda")
+        ours = lambda: gk.topk_softmax(logits, experts, True, weights=weights, ids=ids)  # noqa: E731
+        return ours, lambda: torch.topk(logits.float().softmax(-1), experts)
+
+    return MemoryRow(f"topk_softmax [{tokens}, 128] top 8", tokens * (2 * 128 + 8 * 8), True, build)
+
+
+def groups_row(tokens: int) -> MemoryRow:
+    """256 experts in 8 groups, as in DeepSeek-V3."""
+
+    def build() -> tuple[Call, Call | None]:
+        logits, bias = _normal(tokens, 256), torch.randn(256, device="cuda")
+        weights, ids = torch.empty(tokens, 8, device="cuda"), torch.empty(tokens, 8, dtype=torch.int32, device="cuda")
+        options: dict[str, Any] = {"num_groups": 8, "topk_groups": 4, "scoring": "sigmoid", "renormalize": True, "scaling": 2.5}
+        return lambda: gk.grouped_topk(logits, 8, bias=bias, weights=weights, ids=ids, **options), None
+
+    return MemoryRow(f"grouped_topk [{tokens}, 256] top 8 of 4 groups", tokens * (2 * 256 + 8 * 8), True, build)
+
+
+def align_row(tokens: int, block: int) -> MemoryRow:
+    def build() -> tuple[Call, Call | None]:
+        ids = torch.randn(tokens, 256, device="cuda").topk(8).indices.to(torch.int32)
+        room = gk.max_expert_blocks(8 * tokens, 256, block)
+        entries, owners, padded = (torch.empty(count, dtype=torch.int32, device="cuda") for count in (room * block, room, 1))
+        outputs = {"sorted_token_ids": entries, "expert_ids": owners, "num_tokens_post_padded": padded}
+        return lambda: gk.align_block_size(ids, 256, block, **outputs), None
+
+    room = gk.max_expert_blocks(8 * tokens, 256, block)
+    return MemoryRow(f"align_block_size [{tokens}, 8] of 256, blocks of {block}", 4 * (8 * tokens + room * (block + 1)), False, build)
+
+
 def skinny_row(m: int, n: int, k: int) -> MemoryRow:
     def build() -> tuple[Call, Call | None]:
         x, weight, out = _normal(m, k), _normal(n, k), _normal(m, n)
@@ -146,6 +182,8 @@ def memory_rows() -> list[MemoryRow]:
     rows = [make(count) for count in (64, 4096) for make in (norm_row, add_norm_row, gate_row, store_row, merge_row)]
     rows += [rope_row(count, store) for count in (64, 4096) for store in (False, True)]
     rows += [greedy_row(64), sample_row(64), indices_row(64, 4096)]
+    rows += [make(tokens) for make in (experts_row, groups_row) for tokens in (64, 4096, 65536)]
+    rows += [align_row(tokens, block) for tokens, block in ((64, 16), (128, 16), (512, 64), (4096, 64), (16384, 128))]
     return rows + [skinny_row(m, n, k) for m in (1, 4, 16) for n, k in WEIGHTS]
 
 

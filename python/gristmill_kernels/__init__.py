@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from gristmill_kernels.kvcache import transfer_kv as transfer_kv
     from gristmill_kernels.mla import mla_decode as mla_decode
     from gristmill_kernels.mla import mla_store as mla_store
+    from gristmill_kernels.moe import align_block_size as align_block_size
     from gristmill_kernels.moe import grouped_topk as grouped_topk
+    from gristmill_kernels.moe import max_expert_blocks as max_expert_blocks
     from gristmill_kernels.moe import topk_sigmoid as topk_sigmoid
     from gristmill_kernels.moe import topk_softmax as topk_softmax
     from gristmill_kernels.norm import fused_add_rms_norm as fused_add_rms_norm
@@ -107,7 +109,9 @@ _HOME = {
     "transfer_kv": "kvcache",
     "mla_decode": "mla",
     "mla_store": "mla",
+    "align_block_size": "moe",
     "grouped_topk": "moe",
+    "max_expert_blocks": "moe",
     "topk_sigmoid": "moe",
     "topk_softmax": "moe",
     "fused_add_rms_norm": "norm",

@@ -1,4 +1,5 @@
-"""Mixture of experts: which experts a token goes to and with what weights. A row that holds a NaN or an infinity affects no other row."""
+"""Mixture of experts: which experts a token goes to and with what weights, and the tokens of every expert in blocks. A row of logits that
+holds a NaN or an infinity affects no other row."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from gristmill_kernels.checks import (
     refuse_value,
     same_device,
 )
-from gristmill_kernels.schema import MAX_CHOSEN_EXPERTS, MAX_EXPERT_GROUPS, MAX_EXPERTS, norm_key
+from gristmill_kernels.schema import MAX_CHOSEN_EXPERTS, MAX_EXPERT_GROUPS, MAX_EXPERTS, device_of, norm_key
 
 
 def _chosen(function: str, argument: str, tensor: Tensor | None, dtype: torch.dtype, logits: Tensor, top_k: int) -> Tensor:
@@ -187,3 +188,103 @@ def grouped_topk(
     else:
         select("grouped_topk", norm_key(logits))(weights, ids, logits, bias, *options)
     return weights, ids
+
+
+def max_expert_blocks(num_ids: int, num_experts: int, block_size: int) -> int:
+    """Blocks that suffice for `align_block_size` whatever the ids are: what its outputs need room for.
+
+    Args:
+        num_ids: T * K, the entries of topk_ids.
+        num_experts: experts that blocks are made for.
+        block_size: entries of a block.
+
+    Returns:
+        The number of blocks. Every expert with ids wastes at most block_size - 1 places.
+
+    Raises:
+        ValueError: a negative number of ids, or a number of experts or a block size below 1.
+
+    Example:
+    >>> max_expert_blocks(1024, 256, 16), max_expert_blocks(3, 256, 16)
+    (304, 3)
+    """
+    for name, value, least in (("num_ids", num_ids, 0), ("num_experts", num_experts, 1), ("block_size", block_size, 1)):
+        if value < least:
+            raise refuse_value("max_expert_blocks", name, value, f"at least {least}")
+    return (num_ids + min(num_ids, num_experts) * (block_size - 1)) // block_size
+
+
+def _index_output(argument: str, tensor: Tensor | None, least: int, topk_ids: Tensor) -> Tensor:
+    """A list of at least `least` entries, allocated when None."""
+    if tensor is None:
+        return torch.empty(least, dtype=torch.int32, device=topk_ids.device)
+    check_vector("align_block_size", argument, tensor, torch.int32, None, topk_ids, f"one-dimensional, of at least {least} entries")
+    if tensor.shape[0] < least:
+        raise refuse_shape("align_block_size", argument, tensor, f"of at least {least} entries")
+    return tensor
+
+
+def align_block_size(
+    topk_ids: Tensor,
+    num_experts: int,
+    block_size: int,
+    *,
+    expert_map: Tensor | None = None,
+    sorted_token_ids: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    num_tokens_post_padded: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the entries of `topk_ids` by expert and pad every expert to whole blocks, so that a grouped matrix product has one expert per
+    block of rows.
+
+    Entry i = t * K + k of `topk_ids` is row t of the activations (i // K). Experts come in ascending order, and the entries of one expert
+    in theirs, whatever the device. Sizes depend on shapes only and nothing waits for the device, so the call can be captured in a graph.
+
+    Args:
+        topk_ids: [T, K] int32; any row stride. An id that is -1, or no expert's, is skipped: it takes no place.
+        num_experts: experts that blocks are made for, E, from 1 to 1024.
+        block_size: entries of a block, at least 1.
+        expert_map: [G] int32: id g stands for expert `expert_map[g]` here, from 0 to E - 1; the entries of -1 or anything else are skipped,
+            and so are ids outside [0, G). None: ids are experts.
+        sorted_token_ids: int32, at least `max_expert_blocks(T * K, E, block_size) * block_size` long. Allocated when None.
+        expert_ids: int32, at least `max_expert_blocks(T * K, E, block_size)` long. Allocated when None.
+        num_tokens_post_padded: [1] int32. Allocated when None.
+
+    Returns:
+        `sorted_token_ids`: the entries by expert; T * K stands in the places that none fills, up to its end.
+        `expert_ids`: the expert of every block; -1 from the first unused block to its end.
+        `num_tokens_post_padded`: how many places the used blocks have.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride, value or device that does not fit, in one sentence.
+
+    Source: the lists that vLLM's and SGLang's fused MoE kernels read (their moe_align_block_size).
+
+    Example:
+    >>> ids = torch.tensor([[1, 2], [2, 0], [2, -1]], dtype=torch.int32)
+    >>> [x.tolist() for x in align_block_size(ids, 3, 2)]
+    [[3, 6, 0, 6, 1, 2, 4, 6], [0, 1, 2, 2], [8]]
+    """
+    if topk_ids.dtype is not torch.int32:
+        raise refuse_dtype("align_block_size", "topk_ids", topk_ids, "int32")
+    if topk_ids.ndim != 2 or not is_dense(topk_ids):
+        raise refuse_shape("align_block_size", "topk_ids", topk_ids, "[T, K] with contiguous rows")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise refuse_value("align_block_size", "num_experts", num_experts, f"from 1 to {MAX_EXPERTS}")
+    if block_size < 1:
+        raise refuse_value("align_block_size", "block_size", block_size, "at least 1")
+    if expert_map is not None:
+        check_vector("align_block_size", "expert_map", expert_map, torch.int32, None, topk_ids, "[G]")
+    blocks = max_expert_blocks(topk_ids.numel(), num_experts, block_size)
+    sorted_token_ids = _index_output("sorted_token_ids", sorted_token_ids, blocks * block_size, topk_ids)
+    expert_ids = _index_output("expert_ids", expert_ids, blocks, topk_ids)
+    if num_tokens_post_padded is None:
+        num_tokens_post_padded = torch.empty(1, dtype=torch.int32, device=topk_ids.device)
+    else:
+        check_vector("align_block_size", "num_tokens_post_padded", num_tokens_post_padded, torch.int32, 1, topk_ids, "[1]")
+    outputs = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    if torch.compiler.is_compiling():
+        torch.ops.gristmill.align_block_size(*outputs, topk_ids, expert_map, num_experts, block_size)
+    else:
+        select("align_block_size", (device_of(topk_ids),))(*outputs, topk_ids, expert_map, num_experts, block_size)
+    return outputs

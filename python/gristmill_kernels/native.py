@@ -116,6 +116,7 @@ PREDICATES: dict[str, Predicate] = {
     "topk_softmax": _float_key,
     "topk_sigmoid": _float_key,
     "grouped_topk": _float_key,
+    "align_block_size": _any_key,
     "quant_fp8": _quant,
     "per_token_quant_fp8": _quant,
     "per_token_quant_int8": _quant,

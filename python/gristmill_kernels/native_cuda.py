@@ -123,6 +123,7 @@ MOE: dict[str, Callable[[Any], str | None]] = {
     "topk_softmax": _float_key,
     "topk_sigmoid": _float_key,
     "grouped_topk": _float_key,
+    "align_block_size": _any_key,
 }
 
 PREDICATES = {**ROWS, **INDICES, **LOGITS, **ATTENTION, **LINEAR, **MOE, **QUANT}

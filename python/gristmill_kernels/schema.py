@@ -398,6 +398,13 @@ _SPECS = (
         RoutingKey,
         lambda weights, ids, logits, *rest, **options: norm_key(logits),
     ),
+    # entries of topk_ids by expert, in blocks; sorted_token_ids and expert_ids may be longer than max_expert_blocks asks for
+    OpSpec(
+        "align_block_size(Tensor(a!) sorted_token_ids, Tensor(b!) expert_ids, Tensor(c!) num_tokens_post_padded, Tensor topk_ids, "
+        "Tensor? expert_map, SymInt num_experts, SymInt block_size) -> ()",
+        IndexKey,
+        lambda sorted_token_ids, *rest, **options: (device_of(sorted_token_ids),),
+    ),
     # quant: rows as 8-bit numbers; scales [T, H / width of a group], of any strides. quant.py says how large a scale is
     OpSpec("quant_fp8(Tensor(a!) out, Tensor x, Tensor scale) -> ()", QuantKey, lambda out, x, scale: quant_key(x, out)),
     OpSpec("per_token_quant_fp8(Tensor(a!) out, Tensor(b!) scales, Tensor x) -> ()", QuantKey, lambda out, scales, x: quant_key(x, out)),

@@ -322,6 +322,18 @@ def _experts(*shapes: tuple[int, int], **options: Any) -> Callable[[Draw], Itera
                     f"{name} E{experts}", (d.blank(5, top_k, dtype=torch.float32), d.blank(5, top_k, dtype=torch.int32), logits, *args)
                 )
 
+    return cases
+
+
+def _align(d: Draw) -> Iterator[Case]:
+    for tokens, experts, block in ((1, 8, 16), (64, 256, 16), (33, 60, 7), (700, 256, 64)):
+        ids = torch.randint(-1, experts + 1, (tokens, 8), generator=d.generator).to(torch.int32)
+        room = (ids.numel() + min(ids.numel(), experts) * (block - 1)) // block
+        outputs = [d.blank(count, dtype=torch.int32) for count in (room * block, room, 1)]
+        half = torch.where(torch.arange(experts) % 2 == 0, torch.arange(experts) // 2, -1).to(torch.int32)
+        for name, table in (("all", None), ("half", half)):
+            yield Case(f"{name} T{tokens} E{experts} block {block}", (*outputs, ids, table, experts, block), None)
+
 
 QUANT_SHAPES = ((1, 8), (3, 128), (7, 4096), (2, 5120), (5, 33), (3, 20480), (0, 64))
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
@@ -407,6 +419,7 @@ CASES: dict[str, Callable[[Draw], Iterator[Case]]] = {
     "skinny_linear": _skinny,
     "topk_softmax": _experts((8, 2), (60, 4), (256, 8), plain=(False,), renormalized=(True,)),
     "topk_sigmoid": _experts((8, 2), (60, 4), (256, 8), plain=(None, False), biased=("bias", True)),
+    "align_block_size": _align,
     "grouped_topk": _experts((16, 4), (256, 8), softmax=(None, 8, 3, 1.0, False, False), sigmoid=("bias", 8, 4, 2.5, True, True)),
     "quant_fp8": _quant_static,
     "per_token_quant_fp8": _quant_tokens(*FLOAT8),

@@ -167,6 +167,10 @@ def grouped(**changes: Any) -> None:
     gk.grouped_topk(**(arguments | changes))
 
 
+def blocks(**changes: Any) -> None:
+    gk.align_block_size(**({"topk_ids": torch.zeros(ROWS, 2, dtype=torch.int32), "num_experts": 4, "block_size": 8} | changes))
+
+
 def static(**changes: Any) -> None:
     gk.quant_fp8(**({"x": torch.zeros(ROWS, DIM), "scale": torch.ones(1)} | changes))
 
@@ -201,6 +205,7 @@ FUNCTIONS = [
     experts,
     scored,
     grouped,
+    blocks,
     static,
     tokens,
     integers,
@@ -308,6 +313,14 @@ BAD: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (grouped, {"topk_groups": 4}, ValueError, "grouped_topk: topk_groups is 4, but should be from 1 to num_groups = 3"),
     (grouped, {"scoring": "tanh"}, ValueError, "grouped_topk: scoring is 'tanh', but should be 'softmax' or 'sigmoid'"),
     (grouped, {"scaling": float("inf")}, ValueError, "grouped_topk: scaling is inf, but should be finite"),
+    (blocks, {"topk_ids": torch.zeros(3, 2)}, TypeError, "align_block_size: topk_ids has dtype float32, but should be int32"),
+    (blocks, {"topk_ids": i32(1, 2)}, ValueError, "align_block_size: topk_ids has shape (2,), but should be [T, K] with contiguous rows"),
+    (blocks, {"num_experts": 1025}, ValueError, "align_block_size: num_experts is 1025, but should be from 1 to 1024"),
+    (blocks, {"block_size": 0}, ValueError, "align_block_size: block_size is 0, but should be at least 1"),
+    (blocks, {"expert_map": torch.zeros(4)}, TypeError, "align_block_size: expert_map has dtype float32, but should be int32"),
+    (blocks, {"expert_ids": i32(0, 0, 0)}, ValueError, "align_block_size: expert_ids has shape (3,), but should be of at least 4 entries"),
+    (blocks, {"sorted_token_ids": i32(0)}, ValueError, "sorted_token_ids has shape (1,), but should be of at least 32 entries"),
+    (blocks, {"num_tokens_post_padded": i32(0, 0)}, ValueError, "num_tokens_post_padded has shape (2,), but should be [1] = (1,)"),
     (static, {"scale": torch.ones(2)}, ValueError, "quant_fp8: scale has shape (2,), but should be of one element"),
     (static, {"scale": torch.ones(1).half()}, TypeError, "quant_fp8: scale has dtype float16, but should be float32"),
     (static, {"dtype": torch.int8}, ValueError, "quant_fp8: dtype is 'int8', but should be float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz"),

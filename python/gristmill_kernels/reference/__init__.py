@@ -51,6 +51,7 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "topk_softmax": moe.topk_softmax,
     "topk_sigmoid": moe.topk_sigmoid,
     "grouped_topk": moe.grouped_topk,
+    "align_block_size": moe.align_block_size,
     "quant_fp8": quant.quant_fp8,
     "per_token_quant_fp8": quant.per_token_quant_fp8,
     "per_token_quant_int8": quant.per_token_quant_int8,

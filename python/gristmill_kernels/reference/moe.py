@@ -1,4 +1,4 @@
-"""Choosing experts in plain PyTorch, float64."""
+"""Choosing experts in plain PyTorch, float64, and sorting tokens by expert."""
 
 from __future__ import annotations
 
@@ -72,3 +72,30 @@ def topk_softmax(weights: Tensor, ids: Tensor, logits: Tensor, renormalize: bool
 
 def topk_sigmoid(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, renormalize: bool) -> None:
     grouped_topk(weights, ids, logits, bias, 1, 1, 1.0, True, renormalize)
+
+
+def align_block_size(
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_experts: int,
+    block_size: int,
+) -> None:
+    ids = topk_ids.reshape(-1).long()
+    if expert_map is not None:
+        there = (ids >= 0) & (ids < len(expert_map))
+        ids = torch.where(there, torch.cat([expert_map, expert_map.new_tensor([-1])])[torch.where(there, ids, -1)], -1)
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    order = torch.sort(ids, stable=True).indices
+    counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
+    blocks = (counts + block_size - 1) // block_size
+    order, experts = order[: int(counts.sum())], torch.repeat_interleave(counts)
+    rank = torch.arange(len(order), device=ids.device) - (counts.cumsum(0) - counts)[experts]
+    owners = torch.repeat_interleave(blocks)
+    sorted_token_ids.fill_(topk_ids.numel())
+    sorted_token_ids[(blocks.cumsum(0) - blocks)[experts] * block_size + rank] = order.int()
+    expert_ids.fill_(-1)
+    expert_ids[: len(owners)] = owners.int()
+    num_tokens_post_padded.fill_(len(owners) * block_size)

@@ -1,5 +1,5 @@
 """Cases of the choice of experts: every number of experts a warp or a vector ends within, ties, groups, biases, and rows with infinities,
-NaN or tiny scores."""
+NaN or tiny scores. Cases of the sort by expert: from no ids to several chunks of them, ids that are no expert's, all ids alike."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.kernels.conformance.harness import DTYPES, Call, Case, Inputs, anything, short
-from tests.kernels.conformance.oracle_moe import Row
+from tests.kernels.conformance.harness import DTYPES, Call, Case, Inputs, Output, anything, short
+from tests.kernels.conformance.oracle_moe import Row, blocks_of
 
 NAN, INF = float("nan"), float("inf")
 LAYOUTS = ("dense", "padded", "ragged")
@@ -173,5 +173,74 @@ def grouped_cases() -> list[Case]:
     return [*cases, topk_case("grouped_topk", "none", random_rows(0, 8), 2, groups=(2, 1))]
 
 
+def align_case(
+    name: str,
+    shape: tuple[int, int],
+    num_experts: int,
+    block_size: int,
+    ids_of: Callable[[Inputs], Tensor] | None = None,
+    *,
+    layout: str = "dense",
+    map_of: Callable[[Inputs], Tensor] | None = None,
+    spare: int = 0,
+) -> Case:
+    """`spare`: how many blocks the outputs are longer than they need to be."""
+
+    def build(inputs: Inputs) -> Call:
+        expert_map = None if map_of is None else inputs.of(map_of(inputs).to(torch.int32))
+        drawn = torch.randint(0, num_experts, shape, generator=inputs.generator) if ids_of is None else ids_of(inputs)
+        ids = inputs.of(drawn.to(torch.int32), layout)
+        count = ids.numel()
+        entries, owners = blocks_of(ids.flatten().tolist(), None if expert_map is None else expert_map.tolist(), num_experts, block_size)
+        room = (count + min(count, num_experts) * (block_size - 1)) // block_size + spare
+        places, blocks = inputs.blank((room * block_size,), torch.int32), inputs.blank((room,), torch.int32)
+        padded = inputs.blank((1,), torch.int32)
+        outputs = [
+            Output(places, torch.tensor(entries + [count] * (len(places) - len(entries))), None),
+            Output(blocks, torch.tensor(owners + [-1] * (room - len(owners))), None),
+            Output(padded, torch.tensor([len(entries)]), None),
+        ]
+        return Call((places, blocks, padded, ids, expert_map, num_experts, block_size), outputs)
+
+    marks = [name, f"{shape[0]}x{shape[1]}", f"e{num_experts}", f"b{block_size}", layout, f"spare{spare}" if spare else ""]
+    return Case("align_block_size", "-".join(mark for mark in marks if mark), build, ("cpu",))
+
+
+def align_cases() -> list[Case]:
+    def between(low: int, high: int, *shape: int) -> Callable[[Inputs], Tensor]:
+        return lambda inputs: torch.randint(low, high, shape, generator=inputs.generator)
+
+    def extremes(inputs: Inputs) -> Tensor:
+        ids = torch.randint(-3, 12, (40, 4), generator=inputs.generator)
+        ids[:6, 0] = torch.tensor([-(2**31), 2**31 - 1, -1, 8, 7, 1 << 30])
+        return ids
+
+    def shards(size: int, kept: int) -> Callable[[Inputs], Tensor]:
+        """Some of `size` experts live here."""
+        return lambda inputs: torch.where(torch.arange(size) % 3 == 1, torch.arange(size) // 3 % kept, -1)
+
+    cases = [align_case("random", *rest) for rest in (
+        ((1, 1), 1, 1), ((1, 8), 256, 16), ((64, 8), 256, 16), ((33, 2), 8, 64), ((7, 3), 5, 1), ((128, 8), 64, 32), ((129, 8), 64, 32),
+        ((20, 6), 160, 7), ((300, 4), 513, 16), ((100, 8), 1024, 8), ((513, 1), 2, 128),
+    )]  # fmt: skip
+    cases += [align_case("chunks", (tokens, top_k), experts, 16) for tokens, top_k, experts in (
+        (129, 8, 8), (700, 8, 256), (2049, 1, 3), (1300, 2, 1024), (350, 8, 600),
+    )]  # fmt: skip
+    for layout in ("padded", "ragged"):
+        cases += [align_case("strided", (50, 6), 12, 16, layout=layout), align_case("strided", (400, 6), 12, 16, layout=layout)]
+    cases += [align_case("no-ids", shape, 8, 16, lambda inputs, shape=shape: torch.zeros(shape)) for shape in ((0, 2), (3, 0))]
+    cases += [align_case("no-ids", (0, 4), 8, 16, between(0, 1, 0, 4), spare=3), align_case("random", (30, 4), 20, 16, spare=5)]
+    cases += [align_case("one-expert", (tokens, 2), 40, 16, lambda inputs, n=tokens: torch.full((n, 2), 17)) for tokens in (40, 600)]
+    cases += [align_case("nowhere", (tokens, 4), 8, 16, lambda inputs, n=tokens: torch.full((n, 4), -1)) for tokens in (9, 500)]
+    cases += [align_case("any-id", (tokens, 4), 8, 16, between(-9, 30, tokens, 4)) for tokens in (50, 600)]
+    cases.append(align_case("extremes", (40, 4), 8, 16, extremes))
+    cases += [align_case("map", (tokens, 4), 10, 16, between(-2, 33, tokens, 4), map_of=shards(30, 10)) for tokens in (50, 600)]
+    # a map that names experts that are not, is shorter than the ids, or is empty
+    wild = lambda inputs: torch.tensor([3, -1, 99, 0, -5, 3, 2**31 - 1, 7])  # noqa: E731
+    cases.append(align_case("wild-map", (60, 3), 8, 4, between(-1, 10, 60, 3), map_of=wild))
+    cases.append(align_case("empty-map", (6, 3), 8, 4, map_of=lambda inputs: torch.zeros(0)))
+    return cases
+
+
 def all_cases() -> list[Case]:
-    return plain_cases("topk_softmax") + plain_cases("topk_sigmoid") + biased_cases() + grouped_cases()
+    return align_cases() + plain_cases("topk_softmax") + plain_cases("topk_sigmoid") + biased_cases() + grouped_cases()

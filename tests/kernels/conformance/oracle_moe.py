@@ -1,4 +1,4 @@
-"""What the choice of experts means, in float64 and plain Python loops, from the definitions; it shares nothing with the package."""
+"""The choice of experts and their blocks from the definitions, in float64 and plain Python loops; shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -120,3 +120,20 @@ def _less(a: float, b: float) -> float:
 
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else (1 - 1 / (1 + math.exp(x)) if x > -30 else math.exp(x))
+
+
+def blocks_of(ids: list[int], expert_map: list[int] | None, num_experts: int, block_size: int) -> tuple[list[int], list[int]]:
+    """Entries by expert, padded to whole blocks by the number of entries, and the expert of every block."""
+    places: list[list[int]] = [[] for _ in range(num_experts)]
+    for entry, number in enumerate(ids):
+        if expert_map is not None:
+            number = expert_map[number] if 0 <= number < len(expert_map) else -1
+        if 0 <= number < num_experts:
+            places[number].append(entry)
+    entries, owners = [], []
+    for expert, own in enumerate(places):
+        while own:
+            block, own = own[:block_size], own[block_size:]
+            entries += block + [len(ids)] * (block_size - len(block))
+            owners.append(expert)
+    return entries, owners

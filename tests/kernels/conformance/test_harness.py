@@ -139,6 +139,23 @@ def _by_float32_scores(weights, ids, logits, bias, renormalize) -> None:
     moe.topk_sigmoid(weights, torch.empty_like(ids), logits, bias, renormalize)
 
 
+def _unused_blocks_kept(entries, owners, padded, *rest) -> None:
+    before = owners.clone()
+    moe.align_block_size(entries, owners, padded, *rest)
+    owners.copy_(torch.where(owners < 0, before, owners))
+
+
+def _unused_places_kept(entries, owners, padded, *rest) -> None:
+    before = entries.clone()
+    moe.align_block_size(entries, owners, padded, *rest)
+    entries[int(padded) :] = before[int(padded) :]
+
+
+def _entries_backwards(entries, owners, padded, topk_ids, *rest) -> None:
+    moe.align_block_size(entries, owners, padded, topk_ids.flip(0, 1), *rest)
+    entries.copy_(torch.where(entries == topk_ids.numel(), entries, topk_ids.numel() - 1 - entries))
+
+
 def _without_nan(args: dict) -> torch.Tensor | None:
     return None if args["bias"] is None else args["bias"].nan_to_num(0.0, INF, -INF)
 
@@ -573,6 +590,19 @@ MUTANTS: dict[str, dict[str, Callable[..., None]]] = {
         "weights are never renormalized": altered(moe.topk_sigmoid, renormalize=False),
         "tiny scores divide 0 by 0": _renormalized_float32_scores,
         "scores are compared, not logits": _by_float32_scores,
+    },
+    "align_block_size": {
+        "experts are not padded": altered(moe.align_block_size, block_size=lambda a: 1 if len(a["expert_ids"]) > 64 else a["block_size"]),
+        "the map is ignored": altered(moe.align_block_size, expert_map=None),
+        "id -1 is the last expert": altered(
+            moe.align_block_size, topk_ids=lambda a: torch.where(a["topk_ids"] == -1, a["num_experts"] - 1, a["topk_ids"])
+        ),
+        "padding is -1": followed_by(moe.align_block_size, lambda *args: args[0].masked_fill_(args[0] == args[3].numel(), -1)),
+        "unused blocks keep what they held": _unused_blocks_kept,
+        "padding behind the last block is not written": _unused_places_kept,
+        "entries of an expert come in any order": _entries_backwards,
+        "numbers are tokens, not entries": followed_by(moe.align_block_size, lambda *args: args[0].floor_divide_(max(1, args[3].shape[1]))),
+        "the length counts blocks": followed_by(moe.align_block_size, lambda *args: args[2].floor_divide_(args[6])),
     },
     "grouped_topk": {
         "groups are ignored": altered(moe.grouped_topk, topk_groups=lambda a: a["num_groups"]),
