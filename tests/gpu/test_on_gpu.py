@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gristmill_kernels import dispatch
-from tests.kernels import skinny_rows
+from tests.kernels import hostile_indices, skinny_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
@@ -40,3 +40,11 @@ def test_a_row_of_skinny_linear_stands_alone(seed: int) -> None:
         pytest.skip(reason)
     with dispatch.using("native"):
         assert skinny_rows.check(seed, "cuda")
+
+
+@pytest.mark.parametrize("family", ["native", "triton"])
+def test_index_ops_make_of_nonsense_what_the_model_says(family: str, seed: int) -> None:
+    reason = dispatch.why_not("kv_indices", family, ("cuda",))
+    if reason is not None:
+        pytest.skip(reason)
+    assert hostile_indices.check(lambda name, _: dispatch.overload(name, family), seed, 40, "cuda")

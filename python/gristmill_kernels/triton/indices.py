@@ -1,5 +1,5 @@
 """Triton kernels of the index lists. Where a request's list begins depends on the requests before it; every program adds up their lengths
-itself, which for some thousand requests takes less than a second launch would."""
+itself, which for some thousand requests takes less than a second launch would. Sums are int64: wrapped ones would lead out of bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _bounds(seq_lens, starts, q_lens, request, mask, window_left, PAGE: tl.const
             first_row -= 1
         first = tl.minimum(tl.maximum(first_row - window_left, 0), end).to(tl.int32)
     length = tl.where(first < 0, 0, tl.maximum(end - first, 0))  # a negative start is an error, and gives nothing
-    return first, tl.where(mask, (length + PAGE - 1) // PAGE, 0)
+    return first, tl.where(mask, length // PAGE + (length % PAGE > 0).to(tl.int32), 0)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _lists_kernel(
     PAGE: tl.constexpr, WINDOW: tl.constexpr, BATCH_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     request, part = tl.program_id(0), tl.program_id(1)
-    before = tl.zeros((BATCH_BLOCK,), tl.int32)
+    before = tl.zeros((BATCH_BLOCK,), tl.int64)
     for begin in range(0, request, BATCH_BLOCK):
         others = begin + tl.arange(0, BATCH_BLOCK)
         _, counts = _bounds(seq_lens, starts, q_lens, others, others < request, window_left, PAGE, WINDOW)
@@ -52,7 +52,7 @@ def _lists_kernel(
     there = request < num_requests
     first, count = _bounds(seq_lens, starts, q_lens, request, there, window_left, PAGE, WINDOW)
     if part == 0:
-        tl.store(indptr + request + 1, offset + count, mask=there)
+        tl.store(indptr + request + 1, (offset + count).to(tl.int32), mask=there)
         tl.store(indptr, 0, mask=request == 0)
         if last_page_len is not None:
             length = tl.maximum(tl.load(seq_lens + request, mask=there, other=0), 0)
@@ -60,16 +60,16 @@ def _lists_kernel(
     row = tl.load(req_slots + request, mask=there, other=-1)
     inside = (row >= 0) & (row < num_rows)
     source = table + row.to(tl.int64) * table_row
-    for begin in range(part * CHUNK, count, tl.num_programs(1) * CHUNK):
+    for begin in range(part * CHUNK, tl.minimum(count, num_columns), tl.num_programs(1) * CHUNK):
         entry = begin + tl.arange(0, CHUNK)
         position = first.to(tl.int64) + entry.to(tl.int64) * PAGE
-        to = offset.to(tl.int64) + entry
+        to = offset + entry
         mask = inside & (entry < count) & (position < num_columns) & (to < room)
         slot = tl.load(source + position, mask=mask, other=0)
         if slot_map is not None:
             mapped = tl.load(slot_map + slot, mask=mask & (slot >= 0) & (slot < num_mapped), other=-1)
             slot = tl.where(slot >= 0, mapped, slot)
-        if PAGE > 1:
+        if last_page_len is not None:  # a list of pages
             slot = tl.where(slot >= 0, slot // PAGE, -1)
         tl.store(indices + to, slot, mask=mask)
 
@@ -77,12 +77,12 @@ def _lists_kernel(
 @triton.jit
 def _running_sum_kernel(out, lens, count: tl.int32, BLOCK: tl.constexpr):
     block = tl.program_id(0)
-    before = tl.zeros((BLOCK,), tl.int32)
+    before = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, block * BLOCK, BLOCK):
         before += tl.load(lens + begin + tl.arange(0, BLOCK))
     place = block * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(lens + place, mask=place < count, other=0)
-    tl.store(out + place + 1, tl.cumsum(own, axis=0) + tl.sum(before, axis=0), mask=place < count)
+    tl.store(out + place + 1, (tl.cumsum(own, axis=0) + tl.sum(before, axis=0)).to(tl.int32), mask=place < count)
     tl.store(out, 0, mask=block == 0)
 
 
@@ -93,14 +93,14 @@ def _write_kernel(
     BATCH_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     run, part = tl.program_id(0), tl.program_id(1)
-    before = tl.zeros((BATCH_BLOCK,), tl.int32)
+    before = tl.zeros((BATCH_BLOCK,), tl.int64)
     for begin in range(0, run, BATCH_BLOCK):
         others = begin + tl.arange(0, BATCH_BLOCK)
         before += tl.maximum(tl.load(lens + others, mask=others < run, other=0), 0)
-    offset = tl.sum(before, axis=0).to(tl.int64)
+    offset = tl.sum(before, axis=0)
     row, start, length = tl.load(req_slots + run), tl.load(starts + run).to(tl.int64), tl.load(lens + run)
     inside = (row >= 0) & (row < num_rows) & (start >= 0)
-    for begin in range(part * CHUNK, length, tl.num_programs(1) * CHUNK):
+    for begin in range(part * CHUNK, tl.minimum(length, num_columns), tl.num_programs(1) * CHUNK):
         entry = begin + tl.arange(0, CHUNK)
         mask = inside & (entry < length) & (start + entry < num_columns) & (offset + entry < num_slots)
         slot = tl.load(slots + offset + entry, mask=mask, other=0)
@@ -139,14 +139,14 @@ def _draft_kernel(
 ):  # fmt: skip
     branch, step, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, own_branch = branch // TOPK, branch % TOPK
-    before = tl.zeros((BATCH_BLOCK,), tl.int32)
+    before = tl.zeros((BATCH_BLOCK,), tl.int64)
     for begin in range(0, request, BATCH_BLOCK):
         others = begin + tl.arange(0, BATCH_BLOCK)
         before += tl.maximum(tl.load(prefix_lens + others, mask=others < request, other=0), 0)
     there = branch < num_branches
-    prefix = tl.maximum(tl.load(prefix_lens + request, mask=there, other=0), 0)
+    prefix = tl.maximum(tl.load(prefix_lens + request, mask=there, other=0), 0).to(tl.int64)
     # Branches before this one have the prefixes of earlier requests TOPK times, own_branch times this one's, and step + 1 own tokens each.
-    offset = (tl.sum(before, axis=0).to(tl.int64) * TOPK + prefix.to(tl.int64) * own_branch) + branch.to(tl.int64) * (step + 1)
+    offset = (tl.sum(before, axis=0) * TOPK + prefix * own_branch) + branch.to(tl.int64) * (step + 1)
     ends = indptr + step.to(tl.int64) * indptr_row
     if part == 0:
         tl.store(ends + branch + 1, (offset + prefix + step + 1).to(tl.int32), mask=there)
@@ -154,10 +154,10 @@ def _draft_kernel(
     row = tl.load(req_slots + request, mask=there, other=-1)
     inside = there & (row >= 0) & (row < num_rows)
     source = table + row.to(tl.int64) * table_row
-    count = tl.where(there, prefix + step + 1, 0)
+    count = tl.where(inside, tl.maximum(tl.minimum(prefix + step + 1, room - offset), 0), 0).to(tl.int32)
     for begin in range(part * CHUNK, count, tl.num_programs(2) * CHUNK):
         entry = begin + tl.arange(0, CHUNK)
-        mask = inside & (entry < count) & (offset + entry < room)
+        mask = entry < count
         of_prefix = entry < prefix
         if draft_slots is None:  # the draft tokens of branch t are positions prefix + t * steps + i
             position = entry.to(tl.int64) + tl.where(of_prefix, 0, own_branch * steps)
@@ -197,8 +197,8 @@ def _alloc_extend_kernel(
     PAGE: tl.constexpr, BATCH_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     request, part = tl.program_id(0), tl.program_id(1)
-    tokens_before = tl.zeros((BATCH_BLOCK,), tl.int32)
-    pages_before = tl.zeros((BATCH_BLOCK,), tl.int32)
+    tokens_before = tl.zeros((BATCH_BLOCK,), tl.int64)
+    pages_before = tl.zeros((BATCH_BLOCK,), tl.int64)
     for begin in range(0, request, BATCH_BLOCK):
         others = begin + tl.arange(0, BATCH_BLOCK)
         _, tokens, pages = _extension(prefix_lens, new_lens, others, others < request, PAGE)
@@ -206,13 +206,13 @@ def _alloc_extend_kernel(
         pages_before += pages
     there = request < num_requests
     prefix, count, pages = _extension(prefix_lens, new_lens, request, there, PAGE)
-    offset = tl.sum(tokens_before, axis=0).to(tl.int64)
+    offset = tl.sum(tokens_before, axis=0)
     first_free = tl.sum(pages_before, axis=0)
     if part == 0:
-        tl.store(num_pages, first_free + pages, mask=request + 1 >= num_requests)
+        tl.store(num_pages, (first_free + pages).to(tl.int32), mask=request + 1 >= num_requests)
     last = tl.load(last_slots + request, mask=there, other=0)
     old_pages = prefix // PAGE + (prefix % PAGE > 0).to(tl.int32)
-    for begin in range(part * CHUNK, count, tl.num_programs(1) * CHUNK):
+    for begin in range(part * CHUNK, tl.minimum(count, room), tl.num_programs(1) * CHUNK):
         entry = begin + tl.arange(0, CHUNK)
         mask = (entry < count) & (offset + entry < room)
         position = prefix + entry

@@ -11,6 +11,7 @@ import torch
 import gristmill_kernels as gk
 from gristmill_kernels import dispatch
 from gristmill_kernels.schema import OPS
+from tests.kernels import hostile_indices
 
 F16 = torch.float16
 
@@ -208,3 +209,7 @@ def test_every_float16_becomes_the_8_bit_float_of_the_definition(dtype: torch.dt
         by_reference("store_kv", theirs, theirs.clone(), k, k, slots, scale, 1.0)
         same = (mine.view(torch.uint8) == theirs.view(torch.uint8)) | (mine.float().isnan() & theirs.float().isnan())
         assert same.all()
+
+
+def test_index_ops_make_of_nonsense_what_the_model_says(seed: int) -> None:
+    assert hostile_indices.check(lambda name, args: dispatch.select(name, OPS[name].key_of(*args)), seed, 10)
