@@ -4,7 +4,7 @@ bandwidth limits, our families beside PyTorch (benchmarks/gpu/memory.py).
     python benchmarks/gpu_kernels.py                                    # ours alone: needs torch and triton only
     python benchmarks/gpu_kernels.py --flashinfer WHEEL_DIR_OR_PATH ... # puts unpacked or packed wheels (flashinfer-python,
                                                                         # apache-tvm-ffi) on the path; it compiles for a few minutes
-    python benchmarks/gpu_kernels.py --memory                           # norms, rope, stores, sampling, skinny_linear: GB/s
+    python benchmarks/gpu_kernels.py --memory                           # norms, rope, stores, quantisation, sampling, skinny_linear: GB/s
 
 Every repetition times each peer once, ours first and last in turn, with CUDA events over a flushed L2; a ratio is the median of the ratios
 of one repetition (above 1: ours is faster), so drift of the clocks cancels. bfloat16, slots of the pool scattered at page size 1. A peer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +170,27 @@ def align_row(tokens: int, block: int) -> MemoryRow:
     return MemoryRow(f"align_block_size [{tokens}, 8] of 256, blocks of {block}", 4 * (8 * tokens + room * (block + 1)), False, build)
 
 
+def quant_row(op: str, rows: int, width: int = HIDDEN) -> MemoryRow:
+    """From bfloat16 to 8 bits; `op` is a quantising function of x alone."""
+
+    def build() -> tuple[Call, Call | None]:
+        x = _normal(rows, width)
+        outputs = getattr(gk, op)(x)
+        return lambda: getattr(gk, op)(x, out=outputs[0], scales=outputs[1]), None
+
+    groups = width // 128 if op == "per_group_quant_fp8" else 1
+    return MemoryRow(f"{op} [{rows}, {width}]", rows * (3 * width + 4 * groups), False, build)
+
+
+def static_quant_row(rows: int) -> MemoryRow:
+    def build() -> tuple[Call, Call | None]:
+        x, scale = _normal(rows, HIDDEN), torch.tensor([0.01], device="cuda")
+        out = gk.quant_fp8(x, scale)
+        return lambda: gk.quant_fp8(x, scale, out=out), lambda: (x / scale).to(torch.float8_e4m3fn)
+
+    return MemoryRow(f"quant_fp8 [{rows}, {HIDDEN}]", 3 * rows * HIDDEN, False, build)
+
+
 def skinny_row(m: int, n: int, k: int) -> MemoryRow:
     def build() -> tuple[Call, Call | None]:
         x, weight, out = _normal(m, k), _normal(n, k), _normal(m, n)
@@ -178,12 +200,17 @@ def skinny_row(m: int, n: int, k: int) -> MemoryRow:
     return MemoryRow(f"skinny_linear M{m} [{n}, {k}]", 2 * (n * k + m * (n + k)), True, build)
 
 
+QUANT_ROWS = tuple(partial(quant_row, op) for op in ("per_token_quant_fp8", "per_token_quant_int8", "per_group_quant_fp8"))
+
+
 def memory_rows() -> list[MemoryRow]:
     rows = [make(count) for count in (64, 4096) for make in (norm_row, add_norm_row, gate_row, store_row, merge_row)]
     rows += [rope_row(count, store) for count in (64, 4096) for store in (False, True)]
     rows += [greedy_row(64), sample_row(64), indices_row(64, 4096)]
     rows += [make(tokens) for make in (experts_row, groups_row) for tokens in (64, 4096, 65536)]
     rows += [align_row(tokens, block) for tokens, block in ((64, 16), (128, 16), (512, 64), (4096, 64), (16384, 128))]
+    rows += [make(count) for count in (64, 4096) for make in (static_quant_row, *QUANT_ROWS)]
+    rows += [make(4096, INTERMEDIATE) for make in QUANT_ROWS]
     return rows + [skinny_row(m, n, k) for m in (1, 4, 16) for n, k in WEIGHTS]
 
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/float8_scalar.h"
 #include "common/gpu.h"
 
 namespace gristmill::gpu {
@@ -31,6 +32,23 @@ __device__ inline Divided divide(int64_t a, int64_t b) {
     return {quotient, small_a - quotient * small_b};
   }
   return {a / b, a % b};
+}
+
+// A pack as floats. Two bfloat16 in a register take one instruction each.
+template <typename T, int N>
+__device__ inline void to_floats(const Pack<T, N>& pack, float (&to)[N]) {
+  if constexpr (std::is_same_v<T, BFloat16> && N % 2 == 0) {
+    uint32_t pairs[N / 2];
+    memcpy(pairs, &pack, sizeof(pairs));
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      to[2 * i] = bits_float(pairs[i] << 16);
+      to[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = to_float(pack[i]);
+  }
 }
 
 // Elements [first, first + N) of a row; zeros from `width` on.

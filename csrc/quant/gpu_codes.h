@@ -55,29 +55,29 @@ __device__ inline Pack<To, N> rounded(const float (&x)[N]) {
   return codes;
 }
 
+// `multiplies`: as the divisor says of the largest magnitude in the pack.
 template <typename To, typename From, int N>
-__device__ inline Pack<To, N> quotients(const Pack<From, N>& pack, const Divisor& by) {
-  float x[N], most = 0;
+__device__ inline Pack<To, N> quotients(const Pack<From, N>& pack, const Divisor& by, bool multiplies) {
+  float x[N];
+  to_floats(pack, x);
+  if (multiplies) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    x[i] = to_float(pack[i]);
-    most = fmaxf(most, fabsf(x[i]));  // passes over NaN
+    for (int i = 0; i < N; ++i) x[i] = by.quotient(x[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = by.divided(x[i]);
   }
-  const bool multiplies = by.multiplies(most);
-#pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = multiplies ? by.quotient(x[i]) : by.divided(x[i]);
   return rounded<To>(x);
 }
 
-// The largest finite magnitude of a pack, or `largest` if that is larger. An infinity times 0 is NaN, which fmaxf
-// passes over.
-template <typename From, int N>
+// The largest magnitude in a pack, or `largest` if that is larger. kFinite: among the finite values. fmaxf passes over
+// NaN, which an infinity times 0 is too.
+template <bool kFinite, typename From, int N>
 __device__ inline float largest_magnitude(const Pack<From, N>& pack, float largest) {
+  float x[N];
+  to_floats(pack, x);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float x = to_float(pack[i]);
-    largest = fmaxf(largest, fmaf(x, 0.0f, fabsf(x)));
-  }
+  for (int i = 0; i < N; ++i) largest = fmaxf(largest, kFinite ? fmaf(x[i], 0.0f, fabsf(x[i])) : fabsf(x[i]));
   return largest;
 }
 

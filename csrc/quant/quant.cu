@@ -3,6 +3,8 @@
 // kPacksWanted packs each.
 #include <torch/csrc/stable/library.h>
 
+#include <cfloat>
+
 #include "common/gpu_launch.h"
 #include "common/gpu_rows.h"
 #include "quant/gpu_codes.h"
@@ -25,14 +27,10 @@ struct Problem {
   float* scales;
   const float* given;  // null, or the scale of everything
   int64_t out_step, x_step, scale_step, scale_group_step;
-  int64_t units, groups;  // groups in all and per row
+  int64_t units;    // groups in all, fewer than 2^31
+  uint32_t groups;  // per row
   int32_t width;
   bool aligned;  // groups of x on 16 bytes, those of out on as many as become of these
-
-  __device__ float* scale(int64_t unit) const {
-    const auto [row, group] = divide(unit, groups);
-    return scales + row * scale_step + group * scale_group_step;
-  }
 };
 
 // What one thread has of a group: packs of N elements, `lanes` packs apart. kPlain: aligned, and whole packs wide.
@@ -40,25 +38,31 @@ template <typename T, typename To, int kPacks, int kLanes, bool kPlain>
 struct Share {
   static constexpr int N = kPackElements<T>;
 
+  const Problem<T, To>& problem;
   const T* x;
   To* out;
+  float* scale;
   int32_t width;
   int lane;
-  bool aligned;
+  bool exists;
   Pack<T, N> kept[kPacks > 0 ? kPacks : 1];
 
   // A group that there is not has nothing that could be read.
-  __device__ Share(const Problem<T, To>& p, int64_t wanted, int lane)
-      : width(wanted < p.units ? p.width : 0), lane(lane), aligned(p.aligned) {
-    const auto [row, group] = divide(wanted < p.units ? wanted : 0, p.groups);
-    x = p.x + row * p.x_step + group * p.width;
-    out = p.out + row * p.out_step + group * p.width;
+  __device__ Share(const Problem<T, To>& p, int64_t wanted, int lane) : problem(p), lane(lane) {
+    exists = wanted < p.units;
+    const uint32_t unit = exists ? static_cast<uint32_t>(wanted) : 0;
+    const uint32_t row = p.groups == 1 ? unit : unit / p.groups, group = unit - row * p.groups;
+    const int64_t first = static_cast<int64_t>(group) * p.width;
+    width = exists ? p.width : 0;
+    x = p.x + row * p.x_step + first;
+    out = p.out + row * p.out_step + first;
+    scale = p.scales + row * p.scale_step + group * p.scale_group_step;
   }
 
   __device__ int32_t first_of(int i) const {
     return (i * (kLanes > 0 ? kLanes : static_cast<int>(blockDim.x)) + lane) * N;
   }
-  __device__ Pack<T, N> read(int32_t first) const { return load_row<kPlain, N>(x, first, width, aligned); }
+  __device__ Pack<T, N> read(int32_t first) const { return load_row<kPlain, N>(x, first, width, problem.aligned); }
 
   // All reads are under way before the first is waited for.
   __device__ void read_all() {
@@ -81,26 +85,55 @@ struct Share {
     }
   }
 
+  template <bool kFinite>
   __device__ float largest() {
     float largest = 0;
-    visit([&](int32_t, const Pack<T, N>& pack) { largest = largest_magnitude(pack, largest); });
+    visit([&](int32_t, const Pack<T, N>& pack) { largest = largest_magnitude<kFinite>(pack, largest); });
     return largest;
+  }
+  // `most`: none of the values is larger.
+  __device__ void write(const Divisor& by, float most) {
+    const bool multiplies = by.multiplies(most);
+    visit([&](int32_t first, const Pack<T, N>& pack) {
+      store_row<kPlain, N>(out, first, width, problem.aligned, quotients<To>(pack, by, multiplies));
+    });
   }
   __device__ void write(const Divisor& by) {
     visit([&](int32_t first, const Pack<T, N>& pack) {
-      store_row<kPlain, N>(out, first, width, aligned, quotients<To>(pack, by));
+      const bool multiplies = by.multiplies(largest_magnitude<false>(pack, 0.0f));
+      store_row<kPlain, N>(out, first, width, problem.aligned, quotients<To>(pack, by, multiplies));
     });
   }
 };
 
-// `largest_of` combines the numbers of all threads of a group.
-template <typename ShareOf, typename T, typename To, typename F>
-__device__ void quantise(const Problem<T, To>& problem, int64_t unit, int lane, F&& largest_of) {
+// The threads that share a scale: lanes of a warp.
+template <int kLanes>
+struct Lanes {
+  __device__ float largest(float value, int) const { return warp_max<kLanes>(value); }
+  // Whether any thread says so that takes part in the same exchanges.
+  __device__ bool any(bool mine) const { return ballot(mine) != 0; }
+};
+
+// A block. `which` tells two uses of the scratch memory apart.
+struct Block {
+  float* scratch;
+  __device__ float largest(float value, int which) const {
+    return block_max<kMaxThreads>(value, scratch + which * kMaxThreads / kWarp);
+  }
+  __device__ bool any(bool same_for_all) const { return same_for_all; }
+};
+
+template <typename ShareOf, typename T, typename To, typename Threads>
+__device__ void quantise(const Problem<T, To>& problem, int64_t unit, int lane, const Threads& threads) {
   ShareOf mine(problem, unit, lane);
   mine.read_all();
-  const float scale = scale_of<To>(largest_of(mine.largest()));
-  if (lane == 0 && unit < problem.units) *problem.scale(unit) = scale;
-  mine.write(Divisor(scale));
+  const float most = threads.largest(mine.template largest<false>(), 0);
+  float largest = most;
+  // Rare: what counts is the largest of the finite values.
+  if (threads.any(most > FLT_MAX)) largest = threads.largest(mine.template largest<true>(), 1);
+  const float scale = scale_of<To>(largest);
+  if (lane == 0 && mine.exists) *mine.scale = scale;
+  mine.write(Divisor(scale), most);
 }
 
 // kLanes neighbours per group.
@@ -108,16 +141,14 @@ template <typename T, typename To, int kPacks, int kLanes, bool kPlain>
 __global__ void __launch_bounds__(kThreadsOfNarrowGroups) narrow_kernel(const Problem<T, To> problem) {
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * (kThreadsOfNarrowGroups / kLanes) + thread / kLanes;
-  quantise<Share<T, To, kPacks, kLanes, kPlain>>(problem, unit, thread % kLanes,
-                                                 [](float largest) { return warp_max<kLanes>(largest); });
+  quantise<Share<T, To, kPacks, kLanes, kPlain>>(problem, unit, thread % kLanes, Lanes<kLanes>{});
 }
 
 // A block per group.
 template <typename T, typename To, int kPacks, bool kPlain>
 __global__ void __launch_bounds__(kMaxThreads) wide_kernel(const Problem<T, To> problem) {
-  GRISTMILL_SHARED(float, scratch, kMaxThreads / kWarp);
-  quantise<Share<T, To, kPacks, 0, kPlain>>(problem, blockIdx.x, static_cast<int>(threadIdx.x),
-                                            [&](float largest) { return block_max<kMaxThreads>(largest, scratch); });
+  GRISTMILL_SHARED(float, scratch, 2 * kMaxThreads / kWarp);
+  quantise<Share<T, To, kPacks, 0, kPlain>>(problem, blockIdx.x, static_cast<int>(threadIdx.x), Block{scratch});
 }
 
 // A block per row, and a scale that is there already.
@@ -185,20 +216,22 @@ void launch_groups(const Tensor& out, const OptionalTensor& scales, const Tensor
                                   scales ? scales->stride(0) : 0,
                                   scales ? scales->stride(1) : 0,
                                   shape.rows * shape.groups,
-                                  shape.groups,
+                                  static_cast<uint32_t>(shape.groups),
                                   static_cast<int32_t>(shape.width),
                                   steps_by(x, 16) && steps_by(out, N) && (shape.groups <= 1 || shape.width % N == 0)};
   Kernels<T, To>{problem, (shape.width + N - 1) / N}.run(Launch(x));
 }
 
-void check_width(const Groups& shape, const char* op) {
+void check_extent(const Groups& shape, const char* op) {
   STD_TORCH_CHECK(shape.width <= kMaxWidth, op, ": rows may have ", kMaxWidth, " elements, got ", shape.width);
+  const int64_t units = shape.rows * shape.groups;
+  STD_TORCH_CHECK(units < int64_t{1} << 31, op, ": x has ", units, " groups, fewer than 2^31 are supported");
 }
 
 void quantise_to_float8(const Tensor& out, const OptionalTensor& scales, const Tensor& x, const float* given,
                         const Groups& shape, const char* op) {
   check_float8_codes(out, op);
-  check_width(shape, op);
+  check_extent(shape, op);
   dispatch_float(x.scalar_type(), op, "x", [&](auto from) {
     dispatch_float8(out.scalar_type(),
                     [&](auto to) { launch_groups<decltype(from), decltype(to)>(out, scales, x, given, shape); });
@@ -223,7 +256,7 @@ void per_token_quant_int8(const Tensor& out, const Tensor& scales, const Tensor&
   constexpr const char* op = "per_token_quant_int8";
   const Groups shape = check_per_token(out, scales, x, op);
   check_dtype(out, ScalarType::Char, op, "out");
-  check_width(shape, op);
+  check_extent(shape, op);
   dispatch_float(x.scalar_type(), op, "x",
                  [&](auto from) { launch_groups<decltype(from), Int8>(out, scales, x, nullptr, shape); });
 }
