@@ -125,6 +125,33 @@ def indices_row(batch: int, length: int) -> MemoryRow:
     return MemoryRow(f"kv_indices B{batch} S{length}", 8 * batch * length, False, build)
 
 
+def draft_row(batch: int, length: int, steps: int, topk: int) -> MemoryRow:
+    branches, total = batch * topk, batch * topk * (length * steps + steps * (steps + 1) // 2)
+
+    def build() -> tuple[Call, Call | None]:
+        columns = length + topk * steps
+        table, slots = _shuffled(batch * columns).view(batch, columns), _shuffled(batch)
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        indptr = torch.empty(steps, branches + 1, dtype=torch.int32, device="cuda")
+        out = torch.empty(steps, branches * (length + steps), dtype=torch.int32, device="cuda")
+        return lambda: gk.draft_kv_indices(table, slots, lens, steps, topk, indptr=indptr, out=out), None
+
+    return MemoryRow(f"draft_kv_indices B{batch} S{length} {steps}x{topk}", 4 * (batch * length + total), False, build)
+
+
+def extend_row(batch: int, tokens: int) -> MemoryRow:
+    def build() -> tuple[Call, Call | None]:
+        prefixes, lens, last = (torch.full((batch,), value, dtype=torch.int32, device="cuda") for value in (37, 37 + tokens, 36))
+        out, count, free = (
+            torch.empty(batch * tokens, dtype=torch.int32, device="cuda"),
+            torch.empty_like(lens[:1]),
+            _shuffled(batch * tokens),
+        )
+        return lambda: gk.alloc_extend(prefixes, lens, last, free, 16, out=out, num_pages=count), None
+
+    return MemoryRow(f"alloc_extend B{batch} {tokens} tokens page 16", 4 * batch * tokens, False, build)
+
+
 def merge_row(rows: int) -> MemoryRow:
     def build() -> tuple[Call, Call | None]:
         o_a, o_b, out = _normal(rows, HEADS, DIM), _normal(rows, HEADS, DIM), _normal(rows, HEADS, DIM)
@@ -206,7 +233,8 @@ QUANT_ROWS = tuple(partial(quant_row, op) for op in ("per_token_quant_fp8", "per
 def memory_rows() -> list[MemoryRow]:
     rows = [make(count) for count in (64, 4096) for make in (norm_row, add_norm_row, gate_row, store_row, merge_row)]
     rows += [rope_row(count, store) for count in (64, 4096) for store in (False, True)]
-    rows += [greedy_row(64), sample_row(64), indices_row(64, 4096)]
+    rows += [greedy_row(64), sample_row(64)]
+    rows += [indices_row(64, 4096), indices_row(1, 131_072), draft_row(16, 1024, 5, 4), extend_row(16, 512)]
     rows += [make(tokens) for make in (experts_row, groups_row) for tokens in (64, 4096, 65536)]
     rows += [align_row(tokens, block) for tokens, block in ((64, 16), (128, 16), (512, 64), (4096, 64), (16384, 128))]
     rows += [make(count) for count in (64, 4096) for make in (static_quant_row, *QUANT_ROWS)]
