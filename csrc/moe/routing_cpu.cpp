@@ -104,12 +104,17 @@ struct Router {
   // How many there are to choose, at most top_k. Equals: the lowest id first.
   int choose(const float* values, Chosen* best) const {
     int count = 0;
-    for (int e = 0; e < experts; ++e) {
-      const float value = values[e];
-      if (!(value > (count < top_k ? -INFINITY : best[count - 1].value))) continue;
-      int at = count < top_k ? count++ : count - 1;
-      for (; at > 0 && value > best[at - 1].value; --at) best[at] = best[at - 1];
-      best[at] = {value, e};
+    float least = -INFINITY;  // what must be exceeded
+    for (int first = 0; first < experts; first += kLanes) {
+      if (!vany(vload(values + first) > vset1(least))) continue;
+      for (int e = first; e < first + kLanes; ++e) {
+        const float value = values[e];
+        if (!(value > least)) continue;
+        int at = count < top_k ? count++ : count - 1;
+        for (; at > 0 && value > best[at - 1].value; --at) best[at] = best[at - 1];
+        best[at] = {value, e};
+        if (count == top_k) least = best[count - 1].value;
+      }
     }
     return count;
   }

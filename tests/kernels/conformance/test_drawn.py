@@ -1,5 +1,5 @@
-"""Attention problems drawn by hypothesis beside the fixed grids: every option combined with every other, small sizes, the same examples on
-every run."""
+"""Attention and routing problems drawn by hypothesis beside the fixed grids: every option combined with every other, small sizes, the
+same examples on every run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gristmill_kernels import dispatch
 from tests.kernels.conformance.cases_attention import FLOAT8, Setting, attention_case
 from tests.kernels.conformance.cases_mla import MlaSetting, mla_decode_case
+from tests.kernels.conformance.cases_moe import align_case, topk_case
 from tests.kernels.conformance.harness import DTYPES, Case, run_case
 
 OPS = ("decode_attention", "extend_attention", "ragged_attention", "mla_decode")
@@ -116,5 +117,69 @@ def test_drawn_states_merge_as_defined() -> None:
     )
     def hold(lse: torch.Tensor, width: int, dtype: torch.dtype, layout: str, seed: int) -> None:
         hold_to_the_definition(_merge_states("drawn", lse, width, dtype, layout), seed)
+
+    hold()
+
+
+LOGITS = st.sampled_from([0.0, -0.0, 0.5, 0.75, 1.0, -1.0, 3.0, -20.0, -120.0, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
+BIASES = st.sampled_from([0.0, 0.25, -0.5, 9.0, float("inf"), float("-inf"), float("nan")])
+
+
+@st.composite
+def routing(draw: Any) -> Case:
+    """Few different values, so that ties, infinities and NaN meet in every way."""
+    op = draw(st.sampled_from(["topk_softmax", "topk_sigmoid", "grouped_topk"]))
+    groups, size, tokens = draw(st.integers(1, 6)), draw(st.integers(1, 7)), draw(st.integers(1, 6))
+    experts = groups * size
+    logits = torch.tensor(draw(st.lists(LOGITS, min_size=tokens * experts, max_size=tokens * experts))).view(tokens, experts)
+    biased = op != "topk_softmax" and draw(st.booleans())
+    bias = torch.tensor(draw(st.lists(BIASES, min_size=experts, max_size=experts))) if biased else None
+    return topk_case(
+        op,
+        "drawn",
+        lambda inputs: logits,
+        draw(st.integers(1, min(experts, 32))),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from(["dense", "padded", "ragged"])),
+        bias_of=None if bias is None else lambda inputs: bias,
+        groups=(groups, draw(st.integers(1, groups))) if op == "grouped_topk" else (1, 1),
+        scaling=draw(st.sampled_from([1.0, 2.5])) if op == "grouped_topk" else 1.0,
+        sigmoid=op == "topk_sigmoid" or (op == "grouped_topk" and draw(st.booleans())),
+        renormalize=draw(st.booleans()),
+    )
+
+
+def test_drawn_routing_agrees_with_the_definition() -> None:
+    @settings(BOUNDED, max_examples=300)
+    @given(routing(), st.integers(0, 99))
+    def hold(case: Case, seed: int) -> None:
+        hold_to_the_definition(case, seed)
+
+    hold()
+
+
+@st.composite
+def alignment(draw: Any) -> Case:
+    tokens, top_k, experts = draw(st.integers(0, 40)), draw(st.integers(0, 4)), draw(st.integers(1, 9))
+    numbers = st.sampled_from([-(2**31), -1, 0, 0, 1, 2, 3, 5, 8, 9, 100, 2**31 - 1])
+    ids = torch.tensor(draw(st.lists(numbers, min_size=tokens * top_k, max_size=tokens * top_k)), dtype=torch.int64).view(tokens, top_k)
+    table = draw(st.none() | st.lists(numbers, max_size=10))
+    return align_case(
+        "drawn",
+        (tokens, top_k),
+        experts,
+        draw(st.integers(1, 17)),
+        lambda inputs: ids,
+        layout=draw(st.sampled_from(["dense", "padded", "ragged"])),
+        map_of=None if table is None else lambda inputs: torch.tensor(table, dtype=torch.int64),
+        spare=draw(st.integers(0, 2)),
+    )
+
+
+def test_drawn_ids_are_sorted_as_defined() -> None:
+    @settings(BOUNDED, max_examples=150)
+    @given(alignment(), st.integers(0, 99))
+    def hold(case: Case, seed: int) -> None:
+        hold_to_the_definition(case, seed)
 
     hold()
