@@ -166,12 +166,32 @@ def weight_rows(new: Inputs, size: Size) -> Iterator[Row]:
             yield Row(f"skinny_linear M1 N{n} K{k}", "skinny_linear", _bytes(new, n * k), skinny)
 
 
+EXPERTS, CHOSEN, EXPERT_BLOCK = 128, 8, 64  # a layer of Qwen3-MoE
+
+
+def expert_rows(new: Inputs, size: Size) -> Iterator[Row]:
+    """The routing of a mixture of experts, for a prefill and for a decode step."""
+    for rows in (size.tokens, size.batch):
+
+        def route(rows: int = rows) -> Callable[[], Any]:
+            logits, weights = new.normal(rows, EXPERTS), torch.empty(rows, CHOSEN, device=new.device)
+            ids = torch.empty(rows, CHOSEN, dtype=torch.int32, device=new.device)
+            return lambda: kernels.topk_softmax(logits, CHOSEN, True, weights=weights, ids=ids)
+
+        def align(rows: int = rows) -> Callable[[], Any]:
+            ids = new.normal(rows, EXPERTS).float().topk(CHOSEN).indices.to(torch.int32)
+            return lambda: kernels.align_block_size(ids, EXPERTS, EXPERT_BLOCK)
+
+        yield Row(f"topk_softmax {rows} rows", "topk_softmax", _bytes(new, rows * EXPERTS) + 8 * rows * CHOSEN, route)
+        yield Row(f"align_block_size {rows} rows", "align_block_size", 8 * rows * CHOSEN, align)
+
+
 def _bytes(new: Inputs, elements: int) -> int:
     return elements * new.dtype.itemsize
 
 
 def all_rows(new: Inputs, size: Size) -> Iterator[Row]:
-    for part in (attention_rows, token_rows, step_rows, weight_rows):
+    for part in (attention_rows, token_rows, step_rows, expert_rows, weight_rows):
         yield from part(new, size)
 
 
