@@ -68,6 +68,10 @@ _HOME = {
     "merge_states": "merge",
     "mla_decode": "mla",
     "mla_store": "mla",
+    "topk_softmax": "moe",
+    "topk_sigmoid": "moe",
+    "grouped_topk": "moe",
+    "align_block_size": "moe",
 }
 
 

@@ -109,7 +109,8 @@ class Row:
         for e in ids:
             weight = 0.0 if e < 0 else share[e] * scaling
             depth = 0.0 if e < 0 else min(abs(_less(logs[e], top)), 200.0)
-            result.append((weight, 0.0 if weight == 0 else abs(weight) * 2.0**-21 * (4 + depth) + 2.0**-148))
+            # Below 2^-126 an exponential may be flushed to 0.
+            result.append((weight, 0.0 if weight == 0 else abs(weight) * 2.0**-21 * (4 + depth) + 2.0**-126 * max(1.0, scaling)))
         return result
 
 
