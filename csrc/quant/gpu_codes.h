@@ -4,33 +4,9 @@
 #include "common/float8_scalar.h"
 #include "common/gpu_rows.h"
 #include "quant/problem.h"
+#include "quant/quotient.h"
 
 namespace gristmill::gpu {
-
-// float32(x / scale) for many x, bit for bit, mostly without dividing.
-class Divisor {
- public:
-  __device__ explicit Divisor(float scale)
-      : scale_(scale), inverse_(1.0f / scale), ordinary_(scale >= 0x1p-80f && scale <= 0x1p80f) {}
-
-  // Whether quotient() is right for all |x| <= most: nothing overflows, and the residuals of an x of at least 2^-100
-  // are exact. The quotient of a smaller one is below 2^-20, what any code rounds to zero.
-  __device__ bool multiplies(float most) const { return ordinary_ && most * inverse_ < 0x1p60f; }
-
-  // The product with the rounded inverse is within two units in the last place; corrected once, it is one of the two
-  // neighbours of x / scale, and then a second correction rounds right (Markstein 1990, theorem 5). The residual is
-  // taken as q * scale - x, which keeps the sign of a zero.
-  __device__ float quotient(float x) const {
-    float q = x * inverse_;
-    q = fmaf(fmaf(q, scale_, -x), -inverse_, q);
-    return fmaf(fmaf(q, scale_, -x), -inverse_, q);
-  }
-  __device__ float divided(float x) const { return x / scale_; }
-
- private:
-  float scale_, inverse_;
-  bool ordinary_;
-};
 
 // Rounds to nearest even; what lies beyond 127, infinities included, saturates; a NaN becomes 0.
 __device__ inline Int8 to_int8(float x) {

@@ -71,7 +71,7 @@ def _borders(name: str) -> Fill:
     def fill(inputs: Inputs, tokens: int, width: int) -> Tensor:
         rng = np.random.default_rng(int(torch.randint(0, 2**31, (), generator=inputs.generator)))
         middles = _middles(name)
-        scale = (rng.uniform(1, 2, (tokens, 1)) * 2.0 ** rng.integers(-60, 60, (tokens, 1))).astype(np.float32)
+        scale = (rng.uniform(1, 2, (tokens, 1)) * 2.0 ** rng.integers(-126, 110, (tokens, 1))).astype(np.float32)
         x = (rng.choice(middles, (tokens, width)) * scale).astype(np.float32)
         x = (x.view(np.int32) + rng.integers(-2, 3, x.shape, dtype=np.int32)).view(np.float32)
         x[:, rng.integers(0, width)] = middles[-1] * scale[:, 0]
@@ -192,7 +192,7 @@ def _given_cases() -> list[Case]:
             cases += [_given((20, width), dtype, to, "ragged", _special, scale, "special") for width, scale in ((33, 1.0), (96, 3e-39))]
     for to in FLOAT8:
         # the ends of where products stand for quotients, and beyond them
-        for scale in (1.0, 0.3, 7e-5, 2.0**-80, 1.9 * 2.0**-81, 2.0**-126, 2.0**80, 1.1 * 2.0**80, 1e38):
+        for scale in (1.0, 0.3, 7e-5, 2.0**-80, 1.9 * 2.0**-81, 1.37 * 2.0**-118, 2.0**-126, 2.0**80, 1.1 * 2.0**80, 1e38):
             cases.append(_given((128, 64), torch.bfloat16, to, "dense", _every_bfloat16, scale, "every"))
             cases.append(_given((40, 40), torch.float32, to, "dense", _spread, scale, "spread"))
             cases.append(
