@@ -72,6 +72,10 @@ _HOME = {
     "topk_sigmoid": "moe",
     "grouped_topk": "moe",
     "align_block_size": "moe",
+    "quant_fp8": "quant",
+    "per_token_quant_fp8": "quant",
+    "per_token_quant_int8": "quant",
+    "per_group_quant_fp8": "quant",
 }
 
 
