@@ -114,11 +114,24 @@ def token_rows(new: Inputs, size: Size) -> Iterator[Row]:
             pools, slots = (new.normal(2 * rows, KV_HEADS, DIM), new.normal(2 * rows, KV_HEADS, DIM)), new.shuffled(2 * rows)[:rows]
             return lambda: kernels.store_kv(k, v, *pools, slots)
 
+        def tokens(rows: int = rows) -> Callable[[], Any]:
+            x = new.normal(rows, HIDDEN)
+            codes, scales = kernels.per_token_quant_fp8(x)
+            return lambda: kernels.per_token_quant_fp8(x, out=codes, scales=scales)
+
+        def groups(rows: int = rows) -> Callable[[], Any]:
+            x = new.normal(rows, HIDDEN)
+            codes, scales = kernels.per_group_quant_fp8(x)
+            return lambda: kernels.per_group_quant_fp8(x, out=codes, scales=scales)
+
         yield Row(f"rms_norm {rows} rows", "rms_norm", _bytes(new, 2 * rows * HIDDEN), norm)
         yield Row(f"fused_add_rms_norm {rows} rows", "fused_add_rms_norm", _bytes(new, 4 * rows * HIDDEN), added)
         rotated = _bytes(new, 2 * rows * (HEADS + KV_HEADS) * DIM) + rows * DIM * 4
         yield Row(f"apply_rope {rows} rows", "apply_rope", rotated, rope)
         yield Row(f"silu_and_mul {rows} rows", "silu_and_mul", _bytes(new, 3 * rows * INTERMEDIATE), gate)
+        quantised = _bytes(new, rows * HIDDEN) + rows * HIDDEN
+        yield Row(f"per_token_quant_fp8 {rows} rows", "per_token_quant_fp8", quantised + 4 * rows, tokens)
+        yield Row(f"per_group_quant_fp8 {rows} rows", "per_group_quant_fp8", quantised + 4 * rows * HIDDEN // 128, groups)
         yield Row(f"store_kv {rows} rows", "store_kv", _bytes(new, 4 * rows * KV_HEADS * DIM), store)
 
 

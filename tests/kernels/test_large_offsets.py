@@ -106,6 +106,24 @@ def test_row_ops_on_rows_far_apart_give_the_same_rows(family: str, seed: int) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_rows_far_apart_have_the_same_codes_and_scales(family: str, seed: int) -> None:
+    x = torch.randn(3, 256, generator=generator(seed)).bfloat16()
+    for name, group in (("per_token_quant_int8", 256), ("per_token_quant_fp8", 256), ("per_group_quant_fp8", 128)):
+        dtype, size = torch.int8 if name.endswith("int8") else torch.float8_e4m3fn, (group,) if "group" in name else ()
+        near, far = (torch.zeros(3, 256, dtype=torch.uint8) for _ in range(2))
+        near, far = near.view(dtype), far_rows(far).view(dtype)
+        scales, far_scales = torch.empty(3, 256 // group), far_rows(torch.zeros(3, 256 // group))
+        dispatch.overload(name, family)(near, scales, x, *size)
+        dispatch.overload(name, family)(far, far_scales, far_rows(x), *size)
+        assert torch.equal(near.view(torch.uint8), far.view(torch.uint8)) and torch.equal(scales, far_scales)
+    scale = torch.tensor([0.01])
+    near, far = torch.zeros(3, 256, dtype=torch.float8_e5m2), far_rows(torch.zeros(3, 256, dtype=torch.uint8)).view(torch.float8_e5m2)
+    dispatch.overload("quant_fp8", family)(near, x, scale)
+    dispatch.overload("quant_fp8", family)(far, far_rows(x), scale)
+    assert torch.equal(near.view(torch.uint8), far.view(torch.uint8))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rope_rotates_rows_far_apart(family: str, seed: int) -> None:
     source = generator(seed)
     q, k = torch.randn(3, 2, 64, generator=source).bfloat16(), torch.randn(3, 1, 64, generator=source).bfloat16()

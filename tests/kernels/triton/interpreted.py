@@ -90,6 +90,15 @@ def test_rows_far_apart_give_the_same(seed: int) -> None:
     assert torch.equal(q, far_q) and torch.equal(k, far_k)
 
 
+def test_far_rows_have_the_same_codes_and_scales(seed: int) -> None:
+    x = normal(seed, 3, 128, dtype=F16)
+    for function in (gk.per_token_quant_fp8, gk.per_token_quant_int8, gk.per_group_quant_fp8):
+        codes, scales = function(x)
+        far_codes, far_scales = far_rows(torch.zeros(3, 128, dtype=torch.uint8)).view(codes.dtype), far_rows(torch.zeros(3, 1))
+        function(far_rows(x), out=far_codes, scales=far_scales)
+        assert torch.equal(codes.view(torch.uint8), far_codes.view(torch.uint8)) and torch.equal(scales, far_scales)
+
+
 def test_slots_beyond_the_border_are_written_and_moved(seed: int) -> None:
     k, v = normal(seed, 3, 1, 64, dtype=F16), normal(seed + 1, 3, 1, 8, dtype=F16)
     k_cache, v_cache = far_rows(torch.zeros(6, 1, 64, dtype=F16)), far_rows(torch.zeros(6, 1, 8, dtype=F16))
