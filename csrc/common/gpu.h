@@ -62,6 +62,18 @@ template <typename T>
 __device__ inline T shuffle_down(T value, int delta) {
   return __shfl_down_sync(kAllLanes, value, static_cast<unsigned>(delta), kWarp);
 }
+// The largest of the lanes' numbers, in every lane.
+__device__ inline uint32_t warp_largest(uint32_t value) {
+#if defined(__CUDA_ARCH__)
+  return __reduce_max_sync(kAllLanes, value);
+#else
+  for (int mask = 1; mask < kWarp; mask *= 2) {
+    const uint32_t other = shuffle_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+#endif
+}
 // Bit i is lane i's predicate.
 __device__ inline uint64_t ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
 

@@ -91,7 +91,7 @@ __device__ void add_chunks(const Problem& p, const Shared& shared) {
   }
 }
 
-constexpr int kScans = static_cast<int>(kMaxExperts) / kAlignThreads;
+constexpr int kScanScratch = static_cast<int>(kMaxExperts) / kAlignThreads * kAlignWarps;
 
 // Blocks before every expert, and so where its entries of this chunk begin. Every scan has a scratch of its own.
 __device__ void place_experts(const Problem& p, const Shared& shared, int32_t* scratch) {
@@ -137,12 +137,13 @@ __device__ void store_entries(const Problem& p, const Shared& shared) {
     if (expert >= 0 && rank == 0) mine[expert] = __popcll(peers);
     sync_block();
     for (int e = thread_index(); e < experts; e += kAlignThreads) {
-      int32_t at = shared.next[e];
+      int32_t counts[kAlignWarps], at = shared.next[e];
+#pragma unroll
+      for (int warp = 0; warp < kAlignWarps; ++warp) counts[warp] = shared.positions[warp * experts + e];
 #pragma unroll
       for (int warp = 0; warp < kAlignWarps; ++warp) {
-        const int32_t count = shared.positions[warp * experts + e];
         shared.positions[warp * experts + e] = at;
-        at += count;
+        at += counts[warp];
       }
       shared.next[e] = at;
     }
@@ -152,14 +153,16 @@ __device__ void store_entries(const Problem& p, const Shared& shared) {
   }
 }
 
-// What entries do not fill, and the experts of blocks; the blocks of the grid share the work.
+// What entries do not fill, and the experts of blocks; the blocks of the grid share the work, kLanes threads an expert.
+template <int kLanes>
 __device__ void store_the_rest(const Problem& p, const Shared& shared) {
   const int32_t experts = p.entries.experts, none = p.entries.count;
-  const int warps = static_cast<int>(gridDim.x) * kAlignWarps;
-  for (int e = static_cast<int>(blockIdx.x) * kAlignWarps + warp_index(); e < experts; e += warps) {
+  constexpr int kGroups = kAlignThreads / kLanes;
+  const int lane = thread_index() % kLanes, groups = static_cast<int>(gridDim.x) * kGroups;
+  for (int e = static_cast<int>(blockIdx.x) * kGroups + thread_index() / kLanes; e < experts; e += groups) {
     const int32_t begin = shared.starts[e], end = shared.starts[e + 1];
-    for (int32_t b = begin + lane_index(); b < end; b += kWarp) p.owners[b] = e;
-    for (int32_t i = begin * p.block_size + shared.totals[e] + lane_index(); i < end * p.block_size; i += kWarp) {
+    for (int32_t b = begin + lane; b < end; b += kLanes) p.owners[b] = e;
+    for (int32_t i = begin * p.block_size + shared.totals[e] + lane; i < end * p.block_size; i += kLanes) {
       p.sorted[i] = none;
     }
   }
@@ -173,7 +176,7 @@ __device__ void store_the_rest(const Problem& p, const Shared& shared) {
 
 template <bool kAlone>
 __global__ void __launch_bounds__(kAlignThreads) align_kernel(const Problem p) {
-  GRISTMILL_SHARED(int32_t, scratch, kScans* kAlignWarps);
+  GRISTMILL_SHARED(int32_t, scratch, kScanScratch);
   const Shared shared(p.entries.experts);
   clear(shared.totals, p.entries.experts);
   clear(shared.next, p.entries.experts);
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(kAlignThreads) align_kernel(const Problem p) {
   sync_block();
   place_experts(p, shared, scratch);
   sync_block();
-  store_the_rest(p, shared);
+  store_the_rest<kAlone ? 8 : kWarp>(p, shared);
   store_entries(p, shared);
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kRoutingThreads = 128;
 constexpr int kRoutingWarps = kRoutingThreads / kWarp;
-static_assert(kMaxChosen <= kWarp && kMaxGroups <= kWarp);
+static_assert(kMaxChosen <= kWarp && kMaxGroups <= kWarp && kMaxExperts == 1024);
 
 template <typename T>
 struct Problem {
@@ -28,10 +28,10 @@ struct Problem {
   Routing routing;
   int experts, top_k;
   bool aligned;
-  int group_lanes;    // that share the work on a group, a power of two
+  int group_size;
+  float groups_per_expert;
+  int group_shift;    // two to this power lanes share the work on a group
   int shared_floats;  // of each warp
-
-  __device__ int group_size() const { return experts / routing.num_groups; }
 };
 
 // What a lane holds of a row: packs of neighbouring experts.
@@ -69,28 +69,27 @@ struct Held {
     return warp_sum(total);
   }
   // Scores plus bias in place of the logits.
-  __device__ void add_bias(const Bias& bias, bool sigmoid, float largest, float total) {
+  __device__ void add(const float (&biases)[kValues], bool sigmoid, float largest, float total) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      const float x = values[i];
-      if (!(x > -INFINITY)) continue;
-      const float e = expf(sigmoid ? -fabsf(x) : difference(x, largest));
+      const float x = values[i], e = expf(sigmoid ? -fabsf(x) : difference(x, largest));
       const float score = sigmoid ? (x >= 0 ? 1.0f : e) / (1.0f + e) : e / total;
-      const float biased = score + bias.of(id_of_value(i));
-      values[i] = biased > -INFINITY ? biased : -INFINITY;
+      const float biased = score + biases[i];
+      values[i] = x > -INFINITY && biased > -INFINITY ? biased : -INFINITY;
     }
   }
-  // f(expert, its group, its value); size is that of a group.
+  // f(expert, its group, its value).
   template <typename F>
-  __device__ void each(int experts, int size, F&& f) {
+  __device__ void each(const Problem<T>& p, F&& f) {
 #pragma unroll
     for (int pack = 0; pack < kValues / kPack; ++pack) {
       const int first = first_of(pack);
-      int group = static_cast<int>(static_cast<unsigned>(first) / static_cast<unsigned>(size));
+      // The middle of an expert is far enough from the border of its group.
+      int group = static_cast<int>((static_cast<float>(first) + 0.5f) * p.groups_per_expert);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        if (first + i == (group + 1) * size) ++group;
-        if (first + i < experts) f(first + i, group, values[pack * kPack + i]);
+        if (first + i == (group + 1) * p.group_size) ++group;
+        if (first + i < p.experts) f(first + i, group, values[pack * kPack + i]);
       }
     }
   }
@@ -106,24 +105,35 @@ struct Held {
         id = id_of_value(i);
       }
     }
-    const uint64_t top = warp_max(id < 0 ? uint64_t{0} : rank_of(key_of(best), id));
-    return top == 0 ? -1 : id_of(top);
+    const uint32_t key = id < 0 ? 0 : key_of(best), top = warp_largest(key);
+    return top == 0 ? -1 : static_cast<int>(~warp_largest(key == top ? ~static_cast<uint32_t>(id) : 0));
   }
 };
+
+template <typename T, int kValues>
+__device__ void load_biases(const Problem<T>& p, float (&biases)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int id = Held<T, kValues>::id_of_value(i);
+    biases[i] = p.bias.given() && id < p.experts ? p.bias.of(id) : 0.0f;
+  }
+}
 
 // The score of the group that this lane works on: its best expert's, with a bias the sum of the two best.
 template <typename T>
 __device__ float group_score(const Problem<T>& p, const float* row) {
-  const int group = lane_index() / p.group_lanes, part = lane_index() % p.group_lanes, size = p.group_size();
+  const int lanes = 1 << p.group_shift, group = lane_index() >> p.group_shift, part = lane_index() & (lanes - 1);
   float best = -INFINITY, second = -INFINITY;
   if (group < p.routing.num_groups) {
-    for (int i = part; i < size; i += p.group_lanes) {
-      const float value = row[group * (size + p.group_lanes) + i];
+    const float* const own = row + group * (p.group_size + lanes);
+#pragma unroll 4
+    for (int i = part; i < p.group_size; i += lanes) {
+      const float value = own[i];
       second = fmaxf(second, fminf(best, value));
       best = fmaxf(best, value);
     }
   }
-  for (int mask = 1; mask < p.group_lanes; mask *= 2) {
+  for (int mask = 1; mask < lanes; mask *= 2) {
     const float other = shuffle_xor(best, mask), other_second = shuffle_xor(second, mask);
     second = fmaxf(fminf(best, other), fmaxf(second, other_second));
     best = fmaxf(best, other);
@@ -135,20 +145,65 @@ __device__ float group_score(const Problem<T>& p, const float* row) {
 // lanes of different groups in different banks.
 template <typename T, int kValues>
 __device__ void keep_best_groups(const Problem<T>& p, Held<T, kValues>& held, float* row) {
-  const int size = p.group_size(), lanes = p.group_lanes;
-  held.each(p.experts, size, [&](int expert, int group, float value) { row[expert + group * lanes] = value; });
+  held.each(p, [&](int expert, int group, float value) { row[expert + (group << p.group_shift)] = value; });
   sync_warp();
   const float score = group_score(p, row);
-  const int group = lane_index() / lanes;
+  const int group = lane_index() >> p.group_shift;
   int better = 0;
+#pragma unroll 8
   for (int other = 0; other < p.routing.num_groups; ++other) {
-    const float its = shuffle(score, other * lanes);
+    const float its = shuffle(score, other << p.group_shift);
     better += its > score || (its == score && other < group) ? 1 : 0;
   }
   const uint64_t kept = ballot(better < p.routing.topk_groups);
-  held.each(p.experts, size, [&](int, int of, float& value) {
-    if ((kept >> (of * lanes) & 1) == 0) value = -INFINITY;
+  held.each(p, [&](int, int of, float& value) {
+    if ((kept >> (of << p.group_shift) & 1) == 0) value = -INFINITY;
   });
+}
+
+// The best experts of a row, one after the other; take() gives -1 when there is none left.
+template <typename T, int kValues>
+struct BestFirst {
+  Held<T, kValues>& held;
+  int taken = -1;
+
+  __device__ int take() { return taken = held.take_best(taken); }
+};
+
+// The same for logits of 16 bits. As floats they differ in their first 22 bits, which leaves ten for the expert. What
+// has been taken is not below the last one taken: less that, as unsigned numbers, it is below all the others.
+template <typename T, int kValues>
+struct BestWordFirst {
+  static constexpr uint32_t kExperts = kMaxExperts - 1;
+  uint32_t words[kValues], taken = ~uint32_t{0};
+
+  __device__ explicit BestWordFirst(const Held<T, kValues>& held) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const uint32_t word = (key_of(held.values[i]) & ~kExperts) | (kExperts - Held<T, kValues>::id_of_value(i));
+      words[i] = held.values[i] > -INFINITY ? word : 0;
+    }
+  }
+  __device__ int take() {
+    uint32_t best = 0;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) best = max(best, words[i] - taken);
+    best += taken;
+    taken = warp_largest(best < taken ? best : 0);
+    return taken == 0 ? -1 : static_cast<int>(kExperts - (taken & kExperts));
+  }
+};
+
+// The expert for this lane's place, or -1.
+template <typename Best>
+__device__ int choose(Best&& best, int top_k) {
+  int mine = -1;
+  for (int k = 0; k < top_k; ++k) {
+    const int expert = best.take();
+    if (expert < 0) break;
+    if (lane_index() == k) mine = expert;
+  }
+  return mine;
 }
 
 template <typename T, int kValues>
@@ -157,22 +212,21 @@ __global__ void __launch_bounds__(kRoutingThreads) route_kernel(const Problem<T>
   if (row >= p.rows) return;
   const Routing& routing = p.routing;
   const T* const logits = p.logits + row * p.stride;
+  float biases[kValues];
+  load_biases(p, biases);
   Held<T, kValues> held(logits, p.experts, p.aligned);
   float largest = 0, total = 1;
   if (!routing.sigmoid && (p.bias.given() || !routing.renormalize)) {
     largest = held.largest();
     total = held.softmax_total(largest);
   }
-  if (p.bias.given()) held.add_bias(p.bias, routing.sigmoid, largest, total);
+  if (p.bias.given()) held.add(biases, routing.sigmoid, largest, total);
   if (routing.num_groups > 1) keep_best_groups(p, held, dynamic_shared<float>() + warp_index() * p.shared_floats);
 
   const int lane = lane_index();
-  int mine = -1, taken = -1;
-  for (int k = 0; k < p.top_k; ++k) {
-    taken = held.take_best(taken);
-    if (taken < 0) break;
-    if (lane == k) mine = taken;
-  }
+  const bool words = sizeof(T) == 2 && !p.bias.given();
+  const int mine =
+      words ? choose(BestWordFirst<T, kValues>(held), p.top_k) : choose(BestFirst<T, kValues>{held}, p.top_k);
   // Relative to the largest chosen logit where weights are renormalised: the least term of the sum is then not tiny.
   const float x = mine < 0 ? -INFINITY : to_float(logits[mine]);
   const float lowered = routing.sigmoid ? fminf(x, 0.0f) : x;
@@ -189,8 +243,11 @@ template <typename T, int kValues>
 void launch_route(const Launch& launch, Problem<T> p, const Tensor& logits) {
   p.aligned = steps_by(logits, Held<T, kValues>::kPack * static_cast<int64_t>(sizeof(T)));
   const bool grouped = p.routing.num_groups > 1;
-  p.group_lanes = kWarp / static_cast<int>(std::bit_ceil(static_cast<unsigned>(p.routing.num_groups)));
-  p.shared_floats = grouped ? p.experts + p.routing.num_groups * p.group_lanes : 0;
+  p.group_size = p.experts / p.routing.num_groups;
+  p.groups_per_expert = 1.0f / static_cast<float>(p.group_size);
+  p.group_shift = std::bit_width(static_cast<unsigned>(kWarp)) -
+                  std::bit_width(std::bit_ceil(static_cast<unsigned>(p.routing.num_groups)));
+  p.shared_floats = grouped ? p.experts + (p.routing.num_groups << p.group_shift) : 0;
   launch(route_kernel<T, kValues>, blocks_for(p.rows, kRoutingWarps), dim3(kRoutingThreads),
          sizeof(float) * static_cast<size_t>(kRoutingWarps * p.shared_floats), p);
 }
@@ -212,6 +269,8 @@ void route(const Tensor& weights, const Tensor& ids, const Tensor& logits, const
                        static_cast<int>(weights.size(1)),
                        false,
                        1,
+                       1.0f,
+                       0,
                        0};
     const Launch launch(logits);
     if (p.experts <= 2 * kWarp) return launch_route<T, 2>(launch, p, logits);

@@ -64,6 +64,12 @@ inline T shuffle_down(T value, int delta, const Site& site = Site::current()) {
   const simt::Meeting& meeting = trade(value, site);
   return lane_index() + delta >= kWarp ? value : value_of_lane<T>(meeting, lane_index() + delta);
 }
+inline uint32_t warp_largest(uint32_t value, const Site& site = Site::current()) {
+  const simt::Meeting& meeting = trade(value, site);
+  uint32_t largest = 0;
+  for (int lane = 0; lane < kWarp; ++lane) largest = std::max(largest, value_of_lane<uint32_t>(meeting, lane));
+  return largest;
+}
 inline uint64_t ballot(bool predicate, const Site& site = Site::current()) {
   const uint32_t mine = predicate;
   const simt::Meeting& meeting = simt::meet(simt::Collective::kBallot, &mine, sizeof(mine), site);
