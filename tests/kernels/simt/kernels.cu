@@ -97,6 +97,11 @@ __global__ void collectives(float* out, const float* in) {
   out[3 * kThreads + i] = static_cast<float>(ballot(lane_index() % 3 == 0) >> lane_index() & 1);
 }
 
+__global__ void largest_of_a_warp(float* out) {
+  const int i = thread_index(), shuffled = 7 * lane_index() % kWarp;
+  out[i] = static_cast<float>(warp_largest(static_cast<uint32_t>(i / kWarp + shuffled)));
+}
+
 __global__ void lane_out_of_range(float* out, const float* in) {
   out[thread_index()] = shuffle(in[thread_index()], kWarp + lane_index());
 }
@@ -226,6 +231,7 @@ GRISTMILL_TEST_KERNEL(rotate_twice, rotate_twice<true>(out, in))
 GRISTMILL_TEST_KERNEL(rotate_twice_unguarded, rotate_twice<false>(out, in))
 GRISTMILL_TEST_KERNEL(warp_sum, warp_sum(out, in, extra))
 GRISTMILL_TEST_KERNEL(neighbour, neighbour<true>(out, in))
+GRISTMILL_TEST_KERNEL(largest_of_a_warp, largest_of_a_warp(out))
 GRISTMILL_TEST_KERNEL(neighbour_unsynchronised, neighbour<false>(out, in))
 GRISTMILL_TEST_KERNEL(lane_missing, lane_missing(out, in))
 GRISTMILL_TEST_KERNEL(lane_finished, lane_finished(out, in))

@@ -72,6 +72,7 @@ RIGHT: dict[str, Callable[[Emulated], np.ndarray]] = {
     "rotate_twice": lambda e: np.roll(e.row, -2 * e.warp),
     "neighbour": lambda e: np.roll(e.warps(e.row), -1, axis=1).ravel(),
     "collectives": expected_collectives,
+    "largest_of_a_warp": lambda e: np.repeat(np.arange(THREADS // e.warp) + e.warp - 1, e.warp),
 }
 
 
