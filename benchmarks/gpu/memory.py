@@ -26,12 +26,15 @@ Call = Callable[[], Any]
 
 
 class MemoryRow(NamedTuple):
-    """`build` makes one set of inputs: our call, and PyTorch's where it has one. `reads`: next to nothing of the bytes is written."""
+    """`build` makes one set of inputs: our call, and PyTorch's where it has one. `reads`: next to nothing of the bytes is written.
+    `only_reads` times a kernel that reads as many bytes in one launch and does nothing else: a launch of some microseconds spends a part of
+    them on beginning and ending."""
 
     name: str
     bytes: int
     reads: bool
     build: Callable[[], tuple[Call, Call | None]]
+    only_reads: bool = False
 
 
 def _normal(*shape: int) -> Tensor:
@@ -224,7 +227,7 @@ def skinny_row(m: int, n: int, k: int) -> MemoryRow:
         transposed = weight.T
         return lambda: gk.skinny_linear(x, weight, out=out), lambda: torch.mm(x, transposed, out=out)
 
-    return MemoryRow(f"skinny_linear M{m} [{n}, {k}]", 2 * (n * k + m * (n + k)), True, build)
+    return MemoryRow(f"skinny_linear M{m} [{n}, {k}]", 2 * (n * k + m * (n + k)), True, build, only_reads=True)
 
 
 QUANT_ROWS = tuple(partial(quant_row, op) for op in ("per_token_quant_fp8", "per_token_quant_int8", "per_group_quant_fp8"))
@@ -266,12 +269,24 @@ def replay_us(calls: list[Call], repeats: int) -> float:
 
 
 def ceilings(repeats: int) -> dict[str, float]:
-    """TB/s of a copy by a kernel (a captured `copy_` goes to a copy engine, which is slower) and of a reading sum, over 1 GiB."""
+    """TB/s of a copy by a kernel (a captured `copy_` goes to a copy engine, which is slower) and of a kernel that reads, over 1 GiB."""
+    from benchmarks.gpu.reading import read, sums_for
+
     here, there = (torch.ones(1 << 28, device="cuda") for _ in range(2))
+    sums = sums_for(here)
     return {
         "copy": 2 * 4 * here.numel() / replay_us([lambda: torch.neg(here, out=there)], repeats) * 1e-6,
-        "read": 4 * here.numel() / replay_us([lambda: torch.sum(here)], repeats) * 1e-6,
+        "read": 4 * here.numel() / replay_us([lambda: read(here, sums)], repeats) * 1e-6,
     }
+
+
+def reading_us(byte_count: int, repeats: int) -> float:
+    """Microseconds of a launch that only reads so many bytes, among others of its kind."""
+    from benchmarks.gpu.reading import read, sums_for
+
+    sources = [torch.ones(byte_count // 4, dtype=torch.int32, device="cuda") for _ in range(max(2, -(-ROTATED_BYTES // byte_count)))]
+    sums = sums_for(sources[0])
+    return replay_us([lambda source=source: read(source, sums) for source in sources], repeats)
 
 
 def run_row(row: MemoryRow, ceiling: dict[str, float], repeats: int) -> dict[str, Any]:
@@ -297,6 +312,11 @@ def run_row(row: MemoryRow, ceiling: dict[str, float], repeats: int) -> dict[str
     if theirs:
         measure("torch", theirs)
     peers = record["peers"]
+    if row.only_reads:
+        alone = reading_us(row.bytes, repeats)
+        record["only reading us"] = alone
+        for entry in peers.values():
+            entry["share of only reading"] = alone / entry["us"]
     ours = peers.get("native") or peers.get("triton")
     for entry in peers.values():
         if ours is not None and entry is not ours:
@@ -308,6 +328,7 @@ def show(record: dict[str, Any]) -> str:
     parts = []
     for peer, entry in record["peers"].items():
         ratio = f" (x{entry['ratio']:.2f})" if "ratio" in entry else ""
-        parts.append(f"{peer} {entry['us']:.1f} us {entry['TB/s']:.2f} TB/s {entry['share']:.0%}{ratio}")
+        reading = f" ({entry['share of only reading']:.0%} of a reading launch)" if "share of only reading" in entry else ""
+        parts.append(f"{peer} {entry['us']:.1f} us {entry['TB/s']:.2f} TB/s {entry['share']:.0%}{reading}{ratio}")
     left_out = "".join(f"\n    {peer} left out: {why}" for peer, why in record["left_out"].items())
     return f"{record['row']:<44}" + "   ".join(parts) + left_out

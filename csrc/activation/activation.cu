@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kThreads)
                  int64_t packs, bool aligned, const Gate gate) {
   constexpr int N = kPackElements<T>;
   using A = Wide<T>;
+  follow_previous_kernel();
   const int64_t row = blockIdx.x, pack = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
   if (pack >= packs) return;
   const int64_t first = pack * N;
@@ -113,8 +114,9 @@ void gated(const Tensor& out, const Tensor& x, const Gate& gate, const char* op)
     const auto run = [&](auto is_plain) {
       constexpr bool kPlain = decltype(is_plain)::value;
       const RowsFor<kPlain> to(rows.out), from(rows.x);
-      launch(gated_kernel<T, Gate, kAlternating, kPlain>, grid, dim3(static_cast<unsigned>(threads)), 0,
-             mutable_data<T>(out), data<T>(x), to, from, width, packs, aligned, gate);
+      launch.early<gated_kernel<T, Gate, kAlternating, kPlain>>(grid, dim3(static_cast<unsigned>(threads)),
+                                                                mutable_data<T>(out), data<T>(x), to, from, width,
+                                                                packs, aligned, gate);
     };
     plain ? run(std::true_type{}) : run(std::false_type{});
   });

@@ -85,6 +85,7 @@ __device__ Total<Wide<T>> total_of(const States<T>& states, int64_t row, int64_t
 template <typename T>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const Merged<T> merged, const States<T> states) {
   constexpr int N = kPackElements<T>;
+  follow_previous_kernel();
   const auto [row, head] = divide(static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + warp_index(), states.heads);
   if (row >= states.rows) return;
   const auto total = total_of(states, row, head);
@@ -113,13 +114,14 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const Merged<T> merged,
 }
 
 // merge_state where a block holds all packs of one head or of several: everything is read at once.
-constexpr int kPairThreads = 512;
+constexpr int kPairThreads = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(kPairThreads)
     pair_kernel(const Merged<T> merged, const States<T> states, int32_t packs, int32_t heads_per_block) {
   constexpr int N = kPackElements<T>;
   using A = Wide<T>;
+  follow_previous_kernel();
   const int64_t row = blockIdx.x;
   const int32_t within = thread_index() / packs, pack = thread_index() % packs;
   const int64_t head = static_cast<int64_t>(blockIdx.y) * heads_per_block + within,
@@ -144,8 +146,9 @@ __global__ void __launch_bounds__(kPairThreads)
       weight_b = exponential(static_cast<A>(lse_b) - largest);
       const A sum = weight_a + weight_b;
       merged_lse = static_cast<float>(largest + logarithm(sum));
-      weight_a /= sum;
-      weight_b /= sum;
+      const A part = A{1} / sum;
+      weight_a *= part;
+      weight_b *= part;
     }
     const float scale_a = static_cast<float>(weight_a), scale_b = static_cast<float>(weight_b);
     Pack<T, N> result;
@@ -159,7 +162,12 @@ __global__ void __launch_bounds__(kPairThreads)
     store_elements<N>(merged.out + row * merged.out_row + head * merged.out_head, first, states.width, states.aligned,
                       result);
   }
-  sync_block();  // out_lse may be one of the states'
+  // out_lse may be one of the states'
+  if (kWarp % packs == 0) {  // a head lies in one warp
+    sync_warp();
+  } else {
+    sync_block();
+  }
   if (there && pack == 0) merged.lse[row * merged.lse_row + head * merged.lse_head] = merged_lse;
 }
 
@@ -170,10 +178,9 @@ bool try_pair(const Tensor& out, const Merged<T>& merged, const States<T>& state
   const int64_t fit = kPairThreads / packs, heads = fit < states.heads ? fit : states.heads;
   const int64_t threads = (heads * packs + kWarp - 1) / kWarp * kWarp;
   const Launch launch(out);
-  launch(pair_kernel<T>,
-         dim3(static_cast<unsigned>(states.rows), static_cast<unsigned>((states.heads + heads - 1) / heads)),
-         dim3(static_cast<unsigned>(threads)), 0, merged, states, static_cast<int32_t>(packs),
-         static_cast<int32_t>(heads));
+  launch.early<pair_kernel<T>>(
+      dim3(static_cast<unsigned>(states.rows), static_cast<unsigned>((states.heads + heads - 1) / heads)),
+      dim3(static_cast<unsigned>(threads)), merged, states, static_cast<int32_t>(packs), static_cast<int32_t>(heads));
   return true;
 }
 
@@ -184,7 +191,8 @@ void run(const Tensor& out, const Tensor& out_lse, const States<T>& states) {
                             out_lse.stride(0),    out_lse.stride(1)};
   if (states.separate && try_pair(out, merged, states)) return;
   const Launch launch(out);
-  launch(merge_kernel<T>, blocks_for(states.rows * states.heads * kWarp, kThreads), dim3(kThreads), 0, merged, states);
+  launch.early<merge_kernel<T>>(blocks_for(states.rows * states.heads * kWarp, kThreads), dim3(kThreads), merged,
+                                states);
 }
 
 }  // namespace

@@ -254,6 +254,20 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
+// From here on the next kernel of the stream may start, if it is launched early, once every block of this one has come
+// here or ended.
+__device__ inline void start_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// For a kernel that has nothing to do before the previous one is done.
+__device__ inline void follow_previous_kernel() {
+  wait_for_previous_kernel();
+  start_next_kernel();
+}
+
 // Adds to a number in global or shared memory and returns what was there.
 __device__ inline int atomic_add(int* at, int value) { return atomicAdd(at, value); }
 __device__ inline uint32_t atomic_add(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }

@@ -60,10 +60,7 @@ class Launch {
 #if defined(GRISTMILL_SIMT)
     simt::launch(grid, block, shared_bytes, [&] { kernel(static_cast<Parameters>(arguments)...); });
 #else
-    if (shared_bytes > kSharedUnasked) {
-      STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
-    }
+    ask_for_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
     // clang-format off
     kernel<<<grid, block, shared_bytes, stream_>>>(static_cast<Parameters>(arguments)...);
     // clang-format on
@@ -75,13 +72,17 @@ class Launch {
   // previous kernel of the stream comes to its end.
   template <auto kKernel, typename... Arguments>
   void early(dim3 grid, dim3 block, Arguments&&... arguments) const {
+    early_shared<kKernel>(grid, block, 0, std::forward<Arguments>(arguments)...);
+  }
+  template <auto kKernel, typename... Arguments>
+  void early_shared(dim3 grid, dim3 block, size_t shared_bytes, Arguments&&... arguments) const {
 #if !defined(GRISTMILL_SIMT) && !defined(__HIPCC__)
     static EarlyStart early_start;
     if (early_start.allowed(reinterpret_cast<const void*>(kKernel), device_)) {
-      return overlap(kKernel, grid, block, std::forward<Arguments>(arguments)...);
+      return overlap(kKernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
     }
 #endif
-    (*this)(kKernel, grid, block, 0, std::forward<Arguments>(arguments)...);
+    (*this)(kKernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
   }
 
   // Multiprocessors of the device.
@@ -89,14 +90,21 @@ class Launch {
 
  private:
 #if !defined(GRISTMILL_SIMT)
+  static void ask_for_shared(const void* kernel, size_t bytes) {
+    if (bytes <= kSharedUnasked) return;
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  }
+
   template <typename... Parameters, typename... Arguments>
-  void overlap(void (*kernel)(Parameters...), dim3 grid, dim3 block, Arguments&&... arguments) const {
+  void overlap(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+               Arguments&&... arguments) const {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    ask_for_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = block, config.stream = stream_;
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared_bytes, config.stream = stream_;
     config.attrs = &attribute, config.numAttrs = 1;
     STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
   }

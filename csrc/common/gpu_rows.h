@@ -120,21 +120,26 @@ __device__ inline A warp_max(A value) {
   return value;
 }
 
-// The same sum in every thread of the block, whose size is a multiple of kWarp and at most kMaxThreads. `scratch` holds
-// one element per warp, and is in use until the block's next barrier.
-template <int kMaxThreads, typename A>
-__device__ inline A block_sum(A value, A* scratch) {
-  value = warp_sum(value);
+// The same sum in every thread of the block, whose size is a multiple of kWarp, of what each has for kParts packs of a
+// row, a block's threads apart: of kWarp packs beside each other first, then of those in a fixed order. So it does not
+// depend on how many threads share the row. `scratch` holds kSums elements, at least one per warp and part, and is in
+// use until the block's next barrier.
+template <int kSums, int kParts, typename A>
+__device__ inline A block_sum(const A (&parts)[kParts], A* scratch) {
+  constexpr int kChains = 4;  // so that not every addition waits for the one before
   const int warps = static_cast<int>(blockDim.x) / kWarp;
-  if (warps <= 1) return value;
-  if (lane_index() == 0) scratch[warp_index()] = value;
-  sync_block();
-  value = scratch[0];
 #pragma unroll
-  for (int w = 1; w < kMaxThreads / kWarp; ++w) {
-    if (w < warps) value += scratch[w];
+  for (int part = 0; part < kParts; ++part) {
+    const A sum = warp_sum(parts[part]);
+    if (lane_index() == 0) scratch[part * warps + warp_index()] = sum;
   }
-  return value;
+  sync_block();
+  A sums[kChains] = {};
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    if (i < warps * kParts) sums[i % kChains] += scratch[i];
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // The largest in the same way.

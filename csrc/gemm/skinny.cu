@@ -20,8 +20,8 @@ template <typename T, int kTiles, int kStages, bool kTall, bool kWide>
 void launch_mma(const Launch& launch, const SkinnyArguments<T>& args) {
   constexpr int kColumns = kTiles * 8, kThreads = kSkinnyWarps * 32;
   const size_t ring = kWide ? size_t{kStages} * kTiles * 2 * kThreads * sizeof(Eight) : 0;
-  launch(skinny_mma_kernel<T, kTiles, kStages, kTall, kWide>,
-         dim3(static_cast<unsigned>((args.n + kColumns - 1) / kColumns)), dim3(kThreads), ring, args);
+  launch.early_shared<skinny_mma_kernel<T, kTiles, kStages, kTall, kWide>>(
+      dim3(static_cast<unsigned>((args.n + kColumns - 1) / kColumns)), dim3(kThreads), ring, args);
 }
 
 // Measured on one H200: two tiles of three stages, four blocks a processor, read fastest.
@@ -38,9 +38,9 @@ template <typename T, int kRows, int kColumns>
 void launch_fma(const Launch& launch, const SkinnyArguments<T>& args, bool wide) {
   const dim3 grid(static_cast<unsigned>((args.n + kColumns - 1) / kColumns));
   if (wide) {
-    launch(skinny_fma_kernel<T, kRows, kColumns, true>, grid, dim3(kSkinnyThreads), 0, args);
+    launch.early<skinny_fma_kernel<T, kRows, kColumns, true>>(grid, dim3(kSkinnyThreads), args);
   } else {
-    launch(skinny_fma_kernel<T, kRows, kColumns, false>, grid, dim3(kSkinnyThreads), 0, args);
+    launch.early<skinny_fma_kernel<T, kRows, kColumns, false>>(grid, dim3(kSkinnyThreads), args);
   }
 }
 

@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kSkinnyWarps * 32) skinny_mma_kernel(SkinnyArg
   constexpr int kColumns = kTiles * 8;
   constexpr int kSumRows = kTall ? 16 : 8;
   GRISTMILL_SHARED(float, sums, kSkinnyWarps * kSumRows * kColumns);
+  follow_previous_kernel();
   const int lane = lane_index(), warp = warp_index();
   const int group = lane / 4, quarter = lane % 4;
   Eight* const ring = dynamic_shared<Eight>() + warp * kStages * kStagePieces;  // [kStages][rows of the weight][8]
@@ -165,6 +166,7 @@ template <typename T, int kRows, int kColumns, bool kWide>
 __global__ void __launch_bounds__(kSkinnyThreads) skinny_fma_kernel(SkinnyArguments<T> args) {
   constexpr int kLane = 16 / static_cast<int>(sizeof(T));
   GRISTMILL_SHARED(float, sums, kSkinnyThreads / kWarp * kRows * kColumns);
+  follow_previous_kernel();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
   const auto load = [&](const T* row, int k) {
     if constexpr (kWide) return load_pack<kLane>(row + k);

@@ -18,6 +18,7 @@ constexpr int kRound = 4;
 template <typename From, typename To, bool kPlain>
 __global__ void __launch_bounds__(kStoreThreads)
     store_kernel(const SlotStore<From, To> keys, const SlotStore<From, To> values, const int32_t* slots) {
+  follow_previous_kernel();
   const int64_t token = blockIdx.x, slot = slots[token];
   if (!keys.has(slot)) return;
   const int64_t key_packs = keys.packs(), all = key_packs + values.packs();
@@ -39,9 +40,10 @@ void store(const Launch& launch, const SlotStore<From, To>& keys, const SlotStor
   const int64_t units = keys.packs() + values.packs();
   const int64_t threads = units < kStoreThreads ? (units + kWarp - 1) / kWarp * kWarp : kStoreThreads;
   if (units == 0) return;
-  const auto kernel = keys.plain() && values.plain() ? store_kernel<From, To, true> : store_kernel<From, To, false>;
-  launch(kernel, dim3(static_cast<unsigned>(slots.size(0))), dim3(static_cast<unsigned>(threads)), 0, keys, values,
-         data<int32_t>(slots));
+  const dim3 grid(static_cast<unsigned>(slots.size(0))), block(static_cast<unsigned>(threads));
+  const int32_t* const at = data<int32_t>(slots);
+  if (keys.plain() && values.plain()) return launch.early<store_kernel<From, To, true>>(grid, block, keys, values, at);
+  launch.early<store_kernel<From, To, false>>(grid, block, keys, values, at);
 }
 
 // Rows of any type as bytes.

@@ -1,5 +1,8 @@
 // RMS and layer normalisation on GPUs. A row belongs to one warp or to one block and is read once: its threads keep it
 // in registers between the sum and the result, up to kPacksWanted packs each. float32 rows are computed in double.
+//
+// Where there are few rows, more threads share each: then it is the time of one row that counts, not how much is under
+// way. Sums are taken in an order that does not depend on it.
 #include <torch/csrc/stable/library.h>
 
 #include "common/gpu_launch.h"
@@ -65,7 +68,10 @@ struct PlainColumns {
 
   template <int N>
   __device__ void load(int32_t first, int32_t, float (&to)[N]) const {
-    const auto pack = load_pack<N>(data + first);
+    unpack(load_pack<N>(data + first), to);
+  }
+  template <int N>
+  __device__ static void unpack(const Pack<T, N>& pack, float (&to)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = to_float(pack[i]);
   }
@@ -91,6 +97,9 @@ template <typename T, Kind kKind, bool kAdd, int kPacks, int kLanes, bool kPlain
 struct Row {
   static constexpr int N = kPackElements<T>;
   static constexpr bool kCentred = kKind == Kind::kLayer;
+  static constexpr int kParts = kPacks > 0 ? kPacks : 1;  // of a sum
+  // A thread that has few packs reads the vectors' before it waits for the sum.
+  static constexpr bool kHolds = kPlain && kPacks > 0 && kPacks <= 2;
   using A = Wide<T>;
 
   const Problem<T, kPlain>& problem;
@@ -99,7 +108,8 @@ struct Row {
   T* out;
   int lane;
   int32_t width;
-  Pack<T, N> kept[kPacks > 0 ? kPacks : 1];
+  Pack<T, N> kept[kParts];
+  Pack<T, N> factors[kHolds ? kPacks : 1], summands[kHolds ? kPacks : 1];
 
   // A row that there is not has nothing that could be read.
   __device__ Row(const Problem<T, kPlain>& p, int64_t wanted, int lane)
@@ -112,7 +122,10 @@ struct Row {
         lane(lane),
         width(width) {}
 
-  // f(first element, pack) for all packs: on the first pass they are read, later they are at hand.
+  __device__ bool scaled() const { return kKind == Kind::kRms || problem.weight.given(); }
+  __device__ bool shifted() const { return kKind == Kind::kLayer && problem.bias.given(); }
+
+  // f(number, first element, pack) for all packs: on the first pass they are read, later they are at hand.
   template <bool kFirst, typename F>
   __device__ void visit(F&& f) {
     if constexpr (kPacks > 0) {
@@ -120,10 +133,10 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         if constexpr (!kFirst) keep_packed(kept[i]);
-        if (first_of(i) < width) f(first_of(i), kept[i]);
+        if (first_of(i) < width) f(i, first_of(i), kept[i]);
       }
     } else {
-      for (int i = 0; first_of(i) < width; ++i) f(first_of(i), kFirst ? read(first_of(i)) : reread(first_of(i)));
+      for (int i = 0; first_of(i) < width; ++i) f(0, first_of(i), kFirst ? read(first_of(i)) : reread(first_of(i)));
     }
   }
 
@@ -139,6 +152,10 @@ struct Row {
       if (first_of(i) >= width) continue;
       kept[i] = load_row<kPlain, N>(x, first_of(i), width, problem.aligned);
       if constexpr (kAdd) before[i] = load_row<kPlain, N>(residual, first_of(i), width, problem.aligned);
+      if constexpr (kHolds) {
+        if (scaled()) factors[i] = load_pack<N>(problem.weight.data + first_of(i));
+        if (shifted()) summands[i] = load_pack<N>(problem.bias.data + first_of(i));
+      }
     }
     if constexpr (kAdd) {
 #pragma unroll
@@ -170,39 +187,42 @@ struct Row {
   }
 
   template <bool kFirst>
-  __device__ A sum_of_squares(A mean) {
-    A sum = 0;
-    visit<kFirst>([&](int32_t first, const Pack<T, N>& pack) {
+  __device__ void sum_squares(A mean, A (&parts)[kParts]) {
+    visit<kFirst>([&](int part, int32_t first, const Pack<T, N>& pack) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const A value = static_cast<A>(to_float(pack[i])) - mean;
-        if (kKind == Kind::kRms || first + i < width) sum += value * value;
+        if (kKind == Kind::kRms || first + i < width) parts[part] += value * value;
       }
     });
-    return sum;
   }
-  __device__ A sum_of_values() {
-    A sum = 0;
-    visit<true>([&](int32_t, const Pack<T, N>& pack) {
+  __device__ void sum_values(A (&parts)[kParts]) {
+    visit<true>([&](int part, int32_t, const Pack<T, N>& pack) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum += static_cast<A>(to_float(pack[i]));
+      for (int i = 0; i < N; ++i) parts[part] += static_cast<A>(to_float(pack[i]));
     });
-    return sum;
+  }
+
+  template <typename Vector>
+  __device__ void factors_of(const Vector& vector, const Pack<T, N>& held, int32_t first, float (&to)[N]) const {
+    if constexpr (kHolds) {
+      Vector::unpack(held, to);
+    } else {
+      vector.load(first, width, to);
+    }
   }
 
   __device__ void write(A mean, A scale) {
-    const bool scaled = kKind == Kind::kRms || problem.weight.given();
-    const bool shifted = kKind == Kind::kLayer && problem.bias.given();
-    visit<false>([&](int32_t first, const Pack<T, N>& pack) {
+    visit<false>([&](int i, int32_t first, const Pack<T, N>& pack) {
       float weight[N], bias[N];
-      if (scaled) problem.weight.load(first, width, weight);
-      if (shifted) problem.bias.load(first, width, bias);
+      if (scaled()) factors_of(problem.weight, factors[kHolds ? i : 0], first, weight);
+      if (shifted()) factors_of(problem.bias, summands[kHolds ? i : 0], first, bias);
       Pack<T, N> result;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         A value = (static_cast<A>(to_float(pack[i])) - mean) * scale;
-        if (scaled) value *= static_cast<A>(weight[i]) + static_cast<A>(problem.weight_offset);
-        if (shifted) value += static_cast<A>(bias[i]);
+        if (scaled()) value *= static_cast<A>(weight[i]) + static_cast<A>(problem.weight_offset);
+        if (shifted()) value += static_cast<A>(bias[i]);
         result[i] = from_float<T>(static_cast<float>(value));
       }
       store_row<kPlain, N>(out, first, width, problem.aligned, result);
@@ -213,12 +233,17 @@ struct Row {
 template <typename RowOf, typename Problem, typename Sum>
 __device__ void normalise(const Problem& problem, int64_t row, int lane, Sum&& sum) {
   using A = typename RowOf::A;
+  follow_previous_kernel();
   RowOf mine(problem, row, lane);
   const A width = static_cast<A>(problem.width);
-  A mean = 0;
-  if constexpr (RowOf::kCentred) mean = sum(mine.sum_of_values(), 0) / width;
-  const A squares = sum(mine.template sum_of_squares<!RowOf::kCentred>(mean), 1);
-  mine.write(mean, inverse_root(squares / width + problem.eps));
+  A mean = 0, squares[RowOf::kParts] = {};
+  if constexpr (RowOf::kCentred) {
+    A values[RowOf::kParts] = {};
+    mine.sum_values(values);
+    mean = sum(values, 0) / width;
+  }
+  mine.template sum_squares<!RowOf::kCentred>(mean, squares);
+  mine.write(mean, inverse_root(sum(squares, 1) / width + problem.eps));
 }
 
 // A group of kLanes neighbours per row.
@@ -226,45 +251,49 @@ template <typename T, Kind kKind, bool kAdd, int kPacks, int kLanes, bool kPlain
 __global__ void __launch_bounds__(kThreadsOfNarrowRows) narrow_kernel(const Problem<T, kPlain> problem) {
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreadsOfNarrowRows / kLanes) + thread / kLanes;
-  normalise<Row<T, kKind, kAdd, kPacks, kLanes, kPlain>>(problem, row, thread % kLanes,
-                                                         [](auto value, int) { return warp_sum<kLanes>(value); });
+  using RowOf = Row<T, kKind, kAdd, kPacks, kLanes, kPlain>;
+  normalise<RowOf>(problem, row, thread % kLanes, [](const auto& parts, int) {
+    auto value = parts[0];
+#pragma unroll
+    for (int i = 1; i < RowOf::kParts; ++i) value += parts[i];
+    return warp_sum<kLanes>(value);
+  });
 }
 
 // A block per row, of kThreads, or of any number if that is 0.
 template <typename T, Kind kKind, bool kAdd, int kPacks, int kThreads, bool kPlain>
 __global__ void __launch_bounds__(kThreads > 0 ? kThreads : kMaxThreads) wide_kernel(const Problem<T, kPlain> problem) {
-  constexpr int kMost = kThreads > 0 ? kThreads : kMaxThreads;
-  GRISTMILL_SHARED(Wide<T>, scratch, 2 * kMost / kWarp);
-  normalise<Row<T, kKind, kAdd, kPacks, kThreads, kPlain>>(
-      problem, blockIdx.x, static_cast<int>(threadIdx.x),
-      [&](auto value, int which) { return block_sum<kMost>(value, scratch + which * kMost / kWarp); });
+  using RowOf = Row<T, kKind, kAdd, kPacks, kThreads, kPlain>;
+  constexpr int kSums = (kThreads > 0 ? kThreads : kMaxThreads) / kWarp * RowOf::kParts;
+  GRISTMILL_SHARED(Wide<T>, scratch, 2 * kSums);
+  normalise<RowOf>(problem, blockIdx.x, static_cast<int>(threadIdx.x),
+                   [&](const auto& parts, int which) { return block_sum<kSums>(parts, scratch + which * kSums); });
 }
 
 // At most 64 packs: a group of as many threads as there are packs, but no more than 32. Else a block of as many threads
-// as give each kPacksWanted, if it can. The general kernels take sums in the same order.
+// as give each kPacksWanted, if it can, or less where there are few rows. The general kernels take sums in the same
+// order.
 template <typename T, Kind kKind, bool kAdd>
 struct Kernels {
   int64_t packs;
 
-  int threads() const {
-    int threads = 64;
-    while (threads < kMaxThreads && threads * kPacksWanted < packs) threads *= 2;
-    return threads;
-  }
-
   template <int kPacks, int kLanes, bool kPlain>
   void narrow(const Launch& launch, const Problem<T, kPlain>& problem) const {
-    launch(narrow_kernel<T, kKind, kAdd, kPacks, kLanes, kPlain>,
-           blocks_for(problem.rows * kLanes, kThreadsOfNarrowRows), dim3(kThreadsOfNarrowRows), 0, problem);
+    launch.early<narrow_kernel<T, kKind, kAdd, kPacks, kLanes, kPlain>>(
+        blocks_for(problem.rows * kLanes, kThreadsOfNarrowRows), dim3(kThreadsOfNarrowRows), problem);
   }
   template <int kPacks, int kThreads, bool kPlain>
-  void wide(const Launch& launch, const Problem<T, kPlain>& problem) const {
-    launch(wide_kernel<T, kKind, kAdd, kPacks, kThreads, kPlain>, dim3(static_cast<unsigned>(problem.rows)),
-           dim3(static_cast<unsigned>(threads())), 0, problem);
+  void wide(const Launch& launch, const Problem<T, kPlain>& problem, int threads = kThreads) const {
+    launch.early<wide_kernel<T, kKind, kAdd, kPacks, kThreads, kPlain>>(dim3(static_cast<unsigned>(problem.rows)),
+                                                                        dim3(static_cast<unsigned>(threads)), problem);
   }
 
   void run(const Launch& launch, const Problem<T, false>& problem) const {
-    packs <= 64 ? narrow<0, 32>(launch, problem) : wide<0, 0>(launch, problem);
+    if (packs <= 64) return narrow<0, 32>(launch, problem);
+    if (packs > int64_t{kPacksWanted} * kMaxThreads) return wide<0, kMaxThreads>(launch, problem);
+    int threads = 64;
+    while (threads * kPacksWanted < packs) threads *= 2;
+    wide<kPacksWanted, 0>(launch, problem, threads);
   }
   void run(const Launch& launch, const Problem<T, true>& problem) const {
     if (packs <= 8) return narrow<1, 8>(launch, problem);
@@ -272,16 +301,16 @@ struct Kernels {
     if (packs <= 32) return narrow<1, 32>(launch, problem);
     if (packs <= 64) return narrow<2, 32>(launch, problem);
     if (packs > int64_t{kPacksWanted} * kMaxThreads) return wide<0, kMaxThreads>(launch, problem);
-    switch (threads()) {
-      case 64:
-        return wide<kPacksWanted, 64>(launch, problem);
-      case 128:
-        return wide<kPacksWanted, 128>(launch, problem);
-      case 256:
-        return wide<kPacksWanted, 256>(launch, problem);
-      default:
-        return wide<kPacksWanted, kMaxThreads>(launch, problem);
-    }
+    if (problem.rows <= 2 * launch.processors() && packs <= 2 * kMaxThreads) return few(launch, problem);
+    if (packs <= 64 * kPacksWanted) return wide<kPacksWanted, 64>(launch, problem);
+    if (packs <= 128 * kPacksWanted) return wide<kPacksWanted, 128>(launch, problem);
+    if (packs <= 256 * kPacksWanted) return wide<kPacksWanted, 256>(launch, problem);
+    wide<kPacksWanted, kMaxThreads>(launch, problem);
+  }
+  void few(const Launch& launch, const Problem<T, true>& problem) const {
+    if (packs <= 256) return wide<1, 256>(launch, problem);
+    if (packs <= kMaxThreads) return wide<1, kMaxThreads>(launch, problem);
+    wide<2, kMaxThreads>(launch, problem);
   }
 };
 

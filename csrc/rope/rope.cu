@@ -312,6 +312,7 @@ template <typename T, bool kNeox, typename Store>
 __global__ void __launch_bounds__(kMaxThreads, 1) plain_kernel(const PlainRotation<T> rotation, const Store store) {
   using Part = Unit<T, kNeox>;
   constexpr int N = Part::N;
+  follow_previous_kernel();
   const int64_t token = blockIdx.x, position = rotation.positions[token];
   int64_t slot = -1;
   if constexpr (Store::kStores) slot = store.slots[token];
@@ -396,7 +397,8 @@ void apply_rope(const Tensor& q, const Tensor& k, const Tensor& positions, const
       const dim3 grid(static_cast<unsigned>(rotation.num_tokens));
       if (!rotation.plain()) return launch(rope_kernel<T, kNeox>, grid, threads_for(units), 0, rotation);
       const PlainRotation<T> plain(rotation);
-      launch(plain_kernel<T, kNeox, NoStore>, grid, dim3(static_cast<unsigned>(plain.threads())), 0, plain, NoStore{});
+      launch.early<plain_kernel<T, kNeox, NoStore>>(grid, dim3(static_cast<unsigned>(plain.threads())), plain,
+                                                    NoStore{});
     });
   });
 }
@@ -424,8 +426,8 @@ void apply_rope_store_kv(const Tensor& q, const Tensor& k, const Tensor& k_cache
       if (!work.plain()) return launch(rope_store_kernel<Work>, grid, threads_for(work.units()), 0, work);
       const PlainRotation<T> rotation(work.rotation);
       const PlainStore<T, To> store(work.keys, work.values, work.slots, rotation.half * 2);
-      launch(plain_kernel<T, kNeox, PlainStore<T, To>>, grid, dim3(static_cast<unsigned>(rotation.threads())), 0,
-             rotation, store);
+      launch.early<plain_kernel<T, kNeox, PlainStore<T, To>>>(grid, dim3(static_cast<unsigned>(rotation.threads())),
+                                                              rotation, store);
     });
   });
 }

@@ -29,7 +29,8 @@ struct LogitRow {
   int64_t vocab;
   bool aligned;
 
-  // f(first id, pack) for the packs of this thread.
+  // f(first id, pack) for the packs of this thread. With kAtOnce the compiler has several calls before it, whose reads
+  // it moves forward if f does nothing but compute.
   template <int kAtOnce, typename F>
   __device__ void packs(F&& f) const {
     const int64_t step = static_cast<int64_t>(blockDim.x) * N;
@@ -37,16 +38,31 @@ struct LogitRow {
     for (int64_t first = static_cast<int64_t>(threadIdx.x) * N; first < vocab; first += step)
       f(first, load_elements<N>(x, first, vocab, aligned));
   }
-  // f(id, logit) for the logits of this thread that are not -inf.
-  template <int kAtOnce, typename F>
-  __device__ void each(F&& f) const {
-    packs<kAtOnce>([&](int64_t first, const Pack<T, N>& pack) {
+  // The same, with the next kAhead packs on their way while f does what it does.
+  template <int kAhead, typename F>
+  __device__ void packs_ahead(F&& f) const {
+    const int64_t step = static_cast<int64_t>(blockDim.x) * N;
+    int64_t first = static_cast<int64_t>(threadIdx.x) * N;
+    Pack<T, N> next[kAhead];
+    const auto load = [&](int64_t at) { return at < vocab ? load_elements<N>(x, at, vocab, aligned) : Pack<T, N>{}; };
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float value = to_float(pack[i]);
-        if (first + i < vocab && value != -INFINITY) f(static_cast<int32_t>(first + i), value);
-      }
-    });
+    for (int i = 0; i < kAhead; ++i) next[i] = load(first + i * step);
+    for (; first < vocab; first += step) {
+      const Pack<T, N> pack = next[0];
+#pragma unroll
+      for (int i = 0; i + 1 < kAhead; ++i) next[i] = next[i + 1];
+      next[kAhead - 1] = load(first + kAhead * step);
+      f(first, pack);
+    }
+  }
+  // f(id, logit) for those logits of a pack that are not -inf.
+  template <typename F>
+  __device__ void each_of(int64_t first, const Pack<T, N>& pack, F&& f) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float value = to_float(pack[i]);
+      if (first + i < vocab && value != -INFINITY) f(static_cast<int32_t>(first + i), value);
+    }
   }
 };
 
@@ -59,12 +75,14 @@ __device__ inline uint64_t best_of_thread(const LogitRow<T>& row) {
   float best = -INFINITY;
   int32_t id = -1;
   bool broken = false;
-  row.template each<4>([&](int32_t v, float x) {
-    broken = broken || !(x < INFINITY);
-    if (x > best) {
-      best = x;
-      id = v;
-    }
+  row.template packs<4>([&](int64_t first, const auto& pack) {
+    row.each_of(first, pack, [&](int32_t v, float x) {
+      broken = broken || !(x < INFINITY);
+      if (x > best) {
+        best = x;
+        id = v;
+      }
+    });
   });
   if (broken) return kBroken;
   return id < 0 ? 0 : rank_of(key_of(best), id);

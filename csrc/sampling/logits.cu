@@ -1,5 +1,8 @@
 // Greedy choice, logit bias and penalties on GPUs. Edits are computed in double and rounded once.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
 
 #include "common/gpu_launch.h"
 #include "common/gpu_rows.h"
@@ -12,39 +15,69 @@ namespace gristmill::gpu {
 namespace {
 
 constexpr int kGreedyThreads = 1024;
-constexpr int kBiasThreads = 128;
+constexpr int kPieceThreads = 256;  // for a piece of a row
+constexpr int64_t kMostPieces = 32;
+constexpr int64_t kLeastPiece = 2048;
+constexpr int kBiasThreads = 256;
 constexpr int kBitmaskThreads = 256;
 constexpr int kPenaltyThreads = 256;
 constexpr int kPenaltyElements = 4;
 
+__device__ inline int32_t token_of(uint64_t best) { return best == 0 || best == kBroken ? -1 : id_of(best); }
+
+// A row per block, or a piece of one: then its best is left in `bests`.
 template <typename T>
 __global__ void __launch_bounds__(kGreedyThreads)
-    greedy_kernel(int32_t* out, const T* logits, int64_t stride, int64_t vocab, bool aligned) {
+    greedy_kernel(int32_t* out, uint64_t* bests, const T* logits, int64_t stride, int64_t vocab, int64_t piece,
+                  bool aligned) {
   GRISTMILL_SHARED(uint64_t, scratch, kGreedyThreads / kWarp);
-  const LogitRow<T> row{logits + static_cast<int64_t>(blockIdx.x) * stride, vocab, aligned};
-  const uint64_t best = block_max(best_of_thread(row), scratch);
-  if (threadIdx.x == 0) out[blockIdx.x] = best == 0 || best == kBroken ? -1 : id_of(best);
+  follow_previous_kernel();
+  const int64_t row = blockIdx.x, begin = blockIdx.y * piece;
+  const LogitRow<T> mine{logits + row * stride + begin, min(piece, vocab - begin), aligned};
+  const uint64_t best = block_max(best_of_thread(mine), scratch);
+  if (threadIdx.x != 0) return;
+  if (bests == nullptr) {
+    out[row] = token_of(best);
+  } else {
+    bests[row * gridDim.y + blockIdx.y] = best == 0 || best == kBroken ? best : best - begin;
+  }
 }
 
-// The first entry that names a token applies all that do, in their order.
+__global__ void __launch_bounds__(kWarp) best_of_pieces_kernel(int32_t* out, const uint64_t* bests, int pieces) {
+  follow_previous_kernel();
+  const uint64_t best = warp_max(lane_index() < pieces ? bests[blockIdx.x * pieces + lane_index()] : uint64_t{0});
+  if (lane_index() == 0) out[blockIdx.x] = token_of(best);
+}
+
+// As many entries at a time as there are threads. The first of them that names a token applies all that do, in their
+// order.
 template <typename T>
 __global__ void __launch_bounds__(kBiasThreads)
     bias_kernel(T* logits, int64_t stride, int64_t vocab, const int32_t* indptr, const int32_t* ids,
                 const float* values, int64_t entries) {
+  GRISTMILL_SHARED(int32_t, named, kBiasThreads);
+  GRISTMILL_SHARED(float, added, kBiasThreads);
+  follow_previous_kernel();
+  const int thread = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x;
   const int64_t begin = max(indptr[row], 0), end = min(static_cast<int64_t>(indptr[row + 1]), entries);
-  for (int64_t mine = begin + threadIdx.x; mine < end; mine += kBiasThreads) {
-    const int32_t id = ids[mine];
-    if (id < 0 || id >= vocab) continue;  // padding
-    bool first = true;
-    for (int64_t i = begin; first && i < mine; ++i) first = ids[i] != id;
-    if (!first) continue;
-    T& target = logits[row * stride + id];
-    T value = target;
-    for (int64_t i = mine; i < end; ++i) {
-      if (ids[i] == id) value = from_float<T>(static_cast<float>(static_cast<double>(to_float(value)) + values[i]));
+  for (int64_t first = begin; first < end; first += kBiasThreads) {
+    const int count = static_cast<int>(min(end - first, static_cast<int64_t>(kBiasThreads)));
+    const int32_t id = thread < count ? ids[first + thread] : -1;
+    named[thread] = id;
+    if (thread < count) added[thread] = values[first + thread];
+    sync_block();
+    bool mine = id >= 0 && id < vocab;  // others are padding
+    for (int i = 0; mine && i < thread; ++i) mine = named[i] != id;
+    if (mine) {
+      T& target = logits[row * stride + id];
+      T value = target;
+      for (int i = thread; i < count; ++i) {
+        if (named[i] == id) value = from_float<T>(static_cast<float>(static_cast<double>(to_float(value)) + added[i]));
+      }
+      target = value;
     }
-    target = value;
+    sync_block();  // the next entries may name the same tokens
   }
 }
 
@@ -64,6 +97,7 @@ struct Penalties {
 template <typename T>
 __global__ void __launch_bounds__(kPenaltyThreads) penalty_kernel(const Penalties<T> p) {
   constexpr int N = kPenaltyElements;
+  follow_previous_kernel();
   const auto [row, pack] =
       divide(static_cast<int64_t>(blockIdx.x) * kPenaltyThreads + threadIdx.x, (p.vocab + N - 1) / N);
   if (row >= p.rows) return;
@@ -88,6 +122,7 @@ __global__ void __launch_bounds__(kBitmaskThreads)
     bitmask_kernel(T* logits, int64_t stride, int64_t rows, int64_t vocab, bool aligned, const int32_t* bitmask,
                    int64_t word_stride) {
   constexpr int N = kPackElements<T>;
+  follow_previous_kernel();
   const auto [row, pack] =
       divide(static_cast<int64_t>(blockIdx.x) * kBitmaskThreads + threadIdx.x, (vocab + N - 1) / N);
   if (row >= rows) return;
@@ -105,6 +140,13 @@ __global__ void __launch_bounds__(kBitmaskThreads)
   store_elements<N>(x, first, vocab, aligned, values);
 }
 
+// Few rows are cut, so that all multiprocessors read.
+int64_t pieces_of(const Launch& launch, int64_t rows, int64_t vocab) {
+  if (rows == 0) return 1;
+  const int64_t wanted = 2 * launch.processors() / rows, most = vocab / kLeastPiece;
+  return std::min({wanted, most, kMostPieces});
+}
+
 }  // namespace
 
 void greedy(const Tensor& out, const Tensor& logits) {
@@ -113,8 +155,20 @@ void greedy(const Tensor& out, const Tensor& logits) {
   dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
     using T = decltype(tag);
     const Launch launch(logits);
-    launch(greedy_kernel<T>, dim3(static_cast<unsigned>(logits.size(0))), dim3(kGreedyThreads), 0,
-           mutable_data<int32_t>(out), data<T>(logits), logits.stride(0), logits.size(1), steps_by(logits, 16));
+    const int64_t rows = logits.size(0), vocab = logits.size(1), pieces = pieces_of(launch, rows, vocab);
+    constexpr int64_t N = kPackElements<T>;
+    const auto run = [&](unsigned count, int64_t piece, int threads, uint64_t* bests) {
+      launch.early<greedy_kernel<T>>(dim3(static_cast<unsigned>(rows), count), dim3(static_cast<unsigned>(threads)),
+                                     mutable_data<int32_t>(out), bests, data<T>(logits), logits.stride(0), vocab, piece,
+                                     steps_by(logits, 16));
+    };
+    if (pieces <= 1) return run(1, vocab, kGreedyThreads, nullptr);
+    const int64_t piece = ((vocab + pieces - 1) / pieces + N - 1) / N * N, count = (vocab + piece - 1) / piece;
+    const Tensor bests = torch::stable::new_empty(logits, {rows * count}, ScalarType::Long);
+    uint64_t* const at = reinterpret_cast<uint64_t*>(mutable_data<int64_t>(bests));
+    run(static_cast<unsigned>(count), piece, kPieceThreads, at);
+    launch.early<best_of_pieces_kernel>(dim3(static_cast<unsigned>(rows)), dim3(kWarp), mutable_data<int32_t>(out), at,
+                                        static_cast<int>(count));
   });
 }
 
@@ -125,9 +179,9 @@ void apply_logit_bias(const Tensor& logits, const Tensor& indptr, const Tensor& 
   dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
     using T = decltype(tag);
     const Launch launch(logits);
-    launch(bias_kernel<T>, dim3(static_cast<unsigned>(logits.size(0))), dim3(kBiasThreads), 0, mutable_data<T>(logits),
-           logits.stride(0), logits.size(1), data<int32_t>(indptr), data<int32_t>(ids), data<float>(values),
-           ids.size(0));
+    launch.early<bias_kernel<T>>(dim3(static_cast<unsigned>(logits.size(0))), dim3(kBiasThreads),
+                                 mutable_data<T>(logits), logits.stride(0), logits.size(1), data<int32_t>(indptr),
+                                 data<int32_t>(ids), data<float>(values), ids.size(0));
   });
 }
 
@@ -153,8 +207,9 @@ void apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Tens
                                rows,
                                vocab};
     const Launch launch(logits);
-    launch(penalty_kernel<T>, blocks_for(rows * ((vocab + kPenaltyElements - 1) / kPenaltyElements), kPenaltyThreads),
-           dim3(kPenaltyThreads), 0, problem);
+    launch.early<penalty_kernel<T>>(
+        blocks_for(rows * ((vocab + kPenaltyElements - 1) / kPenaltyElements), kPenaltyThreads), dim3(kPenaltyThreads),
+        problem);
   });
 }
 
@@ -165,9 +220,10 @@ void apply_token_bitmask(const Tensor& logits, const Tensor& bitmask) {
   dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
     using T = decltype(tag);
     const Launch launch(logits);
-    launch(bitmask_kernel<T>, blocks_for(rows * ((vocab + kPackElements<T> - 1) / kPackElements<T>), kBitmaskThreads),
-           dim3(kBitmaskThreads), 0, mutable_data<T>(logits), logits.stride(0), rows, vocab, steps_by(logits, 16),
-           data<int32_t>(bitmask), bitmask.stride(0));
+    launch.early<bitmask_kernel<T>>(
+        blocks_for(rows * ((vocab + kPackElements<T> - 1) / kPackElements<T>), kBitmaskThreads), dim3(kBitmaskThreads),
+        mutable_data<T>(logits), logits.stride(0), rows, vocab, steps_by(logits, 16), data<int32_t>(bitmask),
+        bitmask.stride(0));
   });
 }
 

@@ -1,5 +1,6 @@
 // Random choice of a token on GPUs: one block per row, one launch. The same token as the CPU draws, without a sort: see
-// gpu_select.h. The k best are sought among a few: at least k logits are not below the k-th of the threads' best ones.
+// gpu_select.h, and select_roughly for top-p over a whole row. The k best are sought among a few: at least k logits are
+// not below the k-th of the threads' best ones.
 #include <torch/csrc/stable/library.h>
 
 #include <bit>
@@ -19,6 +20,7 @@ namespace {
 // Twice a bound on the error of the float scores that matter (those within 30 of the largest).
 constexpr float kSlack = 0.02f;
 constexpr int kWarps = kSampleThreads / kWarp;
+constexpr int kPacksAhead = 3;
 
 struct Request {
   double temperature;
@@ -56,8 +58,8 @@ struct Problem {
 // How likely a logit is, in double: its score is (logit - largest) / temperature.
 struct Scores {
   float largest;
-  double temperature;
-  double unit;  // the weight of the largest
+  double temperature, inverse;
+  int unit_bits;  // the weight of the largest is two to that power
 
   __device__ double score(float x) const { return (static_cast<double>(x) - largest) / temperature; }
 
@@ -69,9 +71,9 @@ struct Scores {
   }
 
   __device__ uint64_t mass(float x) const {
-    const float rough = (x - largest) / static_cast<float>(temperature);
-    if (rough < -50.0f) return 1;
-    const double weight = exp(score(x)) * unit;
+    const double score = (static_cast<double>(x) - largest) * inverse;
+    if (score < -50) return 1;
+    const double weight = exp(score) * static_cast<double>(uint64_t{1} << unit_bits);
     return weight < 1 ? 1 : static_cast<uint64_t>(weight + 0.5);
   }
 };
@@ -103,17 +105,19 @@ struct Candidates {
   template <typename F>
   __device__ void each(F&& f) const {
     const auto pass = [&](int32_t id, float x) {
-      const uint32_t key = scores.key(x);
-      if (rank_of(key, id) >= least) f(key, id, x);
+      if (least == 0 || rank_of(scores.key(x), id) >= least) f(id, x);
     };
-    if (listed < 0) return row.template each<1>(pass);
+    if (listed < 0) {
+      return row.template packs_ahead<kPacksAhead>(
+          [&](int64_t first, const auto& pack) { row.each_of(first, pack, pass); });
+    }
     for (int i = static_cast<int>(threadIdx.x); i < listed; i += kSampleThreads)
       pass(scratch.ids[i], scratch.values[i]);
   }
   __device__ Selection select(SampleScratch& s, int id_bits, const Limit& limit) const {
     constexpr int kKeyBits = sizeof(T) == 2 ? 22 : 32;
     return gpu::select<kKeyBits>(
-        s, id_bits, limit, [&](auto&& f) { each(f); },
+        s, id_bits, limit, [&](auto&& f) { each([&](int32_t id, float x) { f(scores.key(x), id, x); }); },
         [&](float x) { return limit.of_mass ? scores.mass(x) : uint64_t{1}; });
   }
 };
@@ -144,11 +148,135 @@ __device__ void keep_top_k(SampleScratch& s, Candidates<T>& candidates, uint64_t
     candidates.listed = -1;
     if (best.until >= static_cast<uint64_t>(k)) {
       candidates.least = best.last;
-      const int count = list(s, [&](auto&& f) { candidates.each([&](uint32_t, int32_t id, float x) { f(id, x); }); });
+      const int count = list(s, [&](auto&& f) { candidates.each(f); });
       if (count <= kListed) candidates.listed = count;
     }
   }
   candidates.least = candidates.select(s, id_bits, limit).last;
+}
+
+// What a mass is to within kError of it and 1.5 units, without double precision: the exponent of two is a sum of a
+// large part and its rounding errors. Larger logits have larger exponents.
+struct RoughMass {
+  static constexpr double kError = 0x1p-21;  // of exp2_fast, 2^-22, and what is not carried along
+  static constexpr float kLeast = -100.0f;   // below it a mass is one unit
+  float largest, scale, scale_rest;
+  int unit_bits;
+
+  __device__ explicit RoughMass(const Scores& scores)
+      : largest(scores.largest),
+        scale(static_cast<float>(scores.inverse * 1.4426950408889634)),
+        scale_rest(static_cast<float>(scores.inverse * 1.4426950408889634 - scale)),
+        unit_bits(scores.unit_bits) {}
+
+  __device__ float exponent(float x) const { return (x - largest) * scale; }
+
+  __device__ uint64_t mass(float x) const {
+    const float difference = x - largest, large = difference * scale;
+    if (!(large > kLeast)) return 1;
+    const float back = difference - x, rest = (x - (difference - back)) + (-largest - back);
+    const float small = fmaf(rest, scale, fmaf(difference, scale_rest, fmaf(difference, scale, -large)));
+    const float whole = large + kRounds;
+    const uint32_t bits = __float_as_uint(exp2_fast((large - (whole - kRounds)) + small));
+    const uint64_t digits = (bits & 0x7fffffu) | 0x800000u;
+    const int shift = static_cast<int>(bits >> 23) - 150 + unit_bits + rounded(whole);
+    if (shift >= 0) return digits << shift;
+    return shift > -23 ? digits >> -shift : 1;
+  }
+
+  // A whole number from what it became by the addition of kRounds.
+  static constexpr float kRounds = 0x1.8p23f;
+  __device__ static int rounded(float sum) { return __float_as_int(sum) - __float_as_int(kRounds); }
+
+  // Larger logits never have smaller bins; a bin is 1/64 wide.
+  __device__ int bin(float x) const {
+    const float large = exponent(x);
+    if (!(large > kLeast)) return 0;
+    const int bin = kBins - 1 + rounded(fmaf(large, 64.0f, kRounds));
+    return bin < 0 ? 0 : bin;
+  }
+};
+
+// The few candidates of one bin, whose ranks and weights are listed, each compared with all: the last rank that stays,
+// or 0 if with one of the limits less stays than with the other.
+__device__ inline uint64_t last_of_few(const SampleScratch& s, const uint64_t* ranks, const uint64_t* weights,
+                                       int count, uint64_t base, uint64_t total, const Limit& surely,
+                                       const Limit& perhaps) {
+  uint64_t least = kBroken;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSampleThreads) {
+    const uint64_t rank = ranks[i];
+    uint64_t before = base;
+    for (int j = 0; j < count; ++j) before += ranks[j] > rank ? weights[j] : 0;
+    const bool stays = before == 0 || surely.keeps(before, total);
+    if (stays != (before == 0 || perhaps.keeps(before, total))) {
+      least = 0;
+    } else if (stays && rank < least) {
+      least = rank;
+    }
+  }
+  return ~block_max(~least, s.per_warp);
+}
+
+// Like select, but a rough histogram finds the bin where the limit lies, and rough masses will nearly always do to tell
+// who of it stays; else exact ones are added up. 0 if the bin is not sure or holds too many.
+template <typename T>
+__device__ uint64_t select_roughly(SampleScratch& s, const Candidates<T>& candidates, double top_p) {
+  constexpr int kMost = 1024;
+  const RoughMass masses(candidates.scores);
+  // Of a share: both sums are off by kError and 1.5 units a token.
+  const double slack = 2.1 * RoughMass::kError * top_p +
+                       4 * static_cast<double>(candidates.row.vocab) / (uint64_t{1} << masses.unit_bits);
+  const Limit surely{true, top_p - slack}, perhaps{true, top_p + slack};
+  s.histogram.clear();
+  sync_block();
+  candidates.each([&](int32_t, float x) { s.histogram.add(masses.bin(x), masses.mass(x)); });
+  sync_block();
+  const Border border = border_of(s, surely, 0, 0);
+  if (border_of(s, perhaps, 0, 0).bin != border.bin) return 0;
+  uint64_t* const ranks = reinterpret_cast<uint64_t*>(s.histogram.low);  // it has been read
+  uint64_t* const weights = ranks + kMost;
+  if (threadIdx.x == 0) *s.listed = 0;
+  sync_block();
+  candidates.each([&](int32_t id, float x) {
+    if (masses.bin(x) != border.bin) return;
+    const int at = atomic_add(s.listed, 1);
+    if (at >= kMost) return;
+    ranks[at] = rank_of(candidates.scores.key(x), id);
+    weights[at] = masses.mass(x);
+  });
+  sync_block();
+  const int count = *s.listed;
+  if (count > kMost) return 0;
+  const uint64_t last = last_of_few(s, ranks, weights, count, border.before, border.total, surely, perhaps);
+  if (last != 0) return last;
+  uint64_t above = 0, others = 0;
+  candidates.each(
+      [&](int32_t, float x) { (masses.bin(x) > border.bin ? above : others) += candidates.scores.mass(x); });
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSampleThreads)
+    weights[i] = candidates.scores.mass(value_of(static_cast<uint32_t>(ranks[i] >> 32)));
+  uint64_t* const sums = weights + kMost;
+  above = warp_sum(above), others = warp_sum(others);
+  if (lane_index() == 0) {
+    sums[warp_index()] = above;
+    sums[kWarps + warp_index()] = others;
+  }
+  sync_block();
+  above = others = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    above += sums[w];
+    others += sums[kWarps + w];
+  }
+  const Limit exactly{true, top_p};
+  return last_of_few(s, ranks, weights, count, above, above + others, exactly, exactly);
+}
+
+template <typename T>
+__device__ void keep_top_p(SampleScratch& s, Candidates<T>& candidates, double top_p, int id_bits) {
+  const double temperature = candidates.scores.temperature;
+  uint64_t least = 0;
+  if (candidates.listed < 0 && temperature > 0x1p-20 && temperature < 0x1p20)
+    least = select_roughly(s, candidates, top_p);
+  candidates.least = least != 0 ? least : candidates.select(s, id_bits, {true, top_p}).last;
 }
 
 // The noise of a random word to about 1e-5. Where u is near 1 the inner logarithm is a series in 1 - u.
@@ -181,7 +309,7 @@ struct Best {
 
 template <typename T>
 __device__ void draw_from_list(const Candidates<T>& candidates, const Request& request, const MinP& min_p, Best& best) {
-  candidates.each([&](uint32_t, int32_t id, float x) {
+  candidates.each([&](int32_t id, float x) {
     if (!min_p.keeps(candidates.scores, x)) return;
     best.see(candidates.scores.score(x) + gumbel(request.seed, request.position, static_cast<uint32_t>(id)), id);
   });
@@ -192,7 +320,7 @@ template <typename T, typename F>
 __device__ void roughly(const Candidates<T>& candidates, const Request& request, const MinP& min_p, F&& f) {
   const Scores& scores = candidates.scores;
   const float divisor = static_cast<float>(request.temperature);
-  candidates.row.template packs<1>([&](int64_t first, const auto& pack) {
+  candidates.row.template packs_ahead<kPacksAhead>([&](int64_t first, const auto& pack) {
 #pragma unroll
     for (int group = 0; group < LogitRow<T>::N; group += 4) {
       bool kept[4], any = false;
@@ -250,6 +378,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const Problem<T>
   GRISTMILL_SHARED(float, rough_per_warp, kWarps);
   GRISTMILL_SHARED(uint64_t, found, 2);
   GRISTMILL_SHARED(int, listed, 1);
+  follow_previous_kernel();
   const int64_t b = blockIdx.x;
   const LogitRow<T> row{p.logits + b * p.stride, p.vocab, p.aligned};
   const Request request = p.request(b);
@@ -268,11 +397,11 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const Problem<T>
                   per_warp,
                   place_per_warp,
                   found};
-  const Scores scores{value_of(static_cast<uint32_t>(top >> 32)), request.temperature,
-                      static_cast<double>(uint64_t{1} << (p.id_bits > 10 ? 62 - p.id_bits : 52))};
+  const Scores scores{value_of(static_cast<uint32_t>(top >> 32)), request.temperature, 1 / request.temperature,
+                      p.id_bits > 10 ? 62 - p.id_bits : 52};
   Candidates<T> candidates{row, scores, s};
   if (request.top_k > 0 && request.top_k < p.vocab) keep_top_k(s, candidates, mine, request.top_k, p.id_bits);
-  if (request.top_p < 1) candidates.least = candidates.select(s, p.id_bits, {true, request.top_p}).last;
+  if (request.top_p < 1) keep_top_p(s, candidates, request.top_p, p.id_bits);
   const MinP min_p(request.min_p);
   Best best;
   if (candidates.listed >= 0) {
@@ -301,8 +430,8 @@ void sample(const Tensor& out, const Tensor& logits, const Tensor& temperature, 
         data<float>(top_p),         data<float>(min_p),
         data<int64_t>(seeds),       data<int32_t>(positions)};
     const Launch launch(logits);
-    launch(sample_kernel<T>, dim3(static_cast<unsigned>(logits.size(0))), dim3(kSampleThreads), SampleScratch::kBytes,
-           problem);
+    launch.early_shared<sample_kernel<T>>(dim3(static_cast<unsigned>(logits.size(0))), dim3(kSampleThreads),
+                                          SampleScratch::kBytes, problem);
   });
 }
 

@@ -40,6 +40,15 @@ def _greedy(name: str, rows: Tensor | None, vocab_size: int, dtype: torch.dtype,
     return Case("greedy", f"{name}-{vocab_size}-{short(dtype)}-{layout}", build, ("cpu", dtype))
 
 
+def lonely_rows() -> list[Tensor]:
+    """One row per call, which an implementation may cut into pieces: the best and its equal late, a NaN late, nothing but -inf."""
+    rows = [torch.linspace(-1, 1, size).sin()[None] for size in (4096, 5001, 70_001)]
+    rows[1][0, [4200, 4990]] = 7.0
+    rows += [rows[1].clone(), torch.full((1, 4500), -INF)]
+    rows[3][0, 4999] = NAN
+    return rows
+
+
 def greedy_cases() -> list[Case]:
     cases = [
         _greedy("random", None, size, dtype, layout)
@@ -51,6 +60,7 @@ def greedy_cases() -> list[Case]:
     return (
         cases
         + [_greedy("ties", ties, 300, dtype, "dense") for dtype in DTYPES]
+        + [_greedy("alone", row, row.shape[1], dtype, "ragged") for dtype in DTYPES for row in lonely_rows()]
         + [_greedy("none", torch.zeros(0, 9), 9, torch.float32, "dense")]
     )
 
@@ -220,6 +230,8 @@ def logit_change_cases() -> list[Case]:
     cases = [_apply_logit_bias(dtype, layout, ids) for dtype, layout in zip(DTYPES, ("dense", "padded", "ragged"))]
     cases += [
         _apply_logit_bias(torch.float32, "dense", ids, special=True),
+        # a token that is named by distant entries of a long list, and lists of one length with different tokens
+        _apply_logit_bias(torch.float32, "dense", [[5, *[-1] * 254, 5, 5, 7], [*range(70), *[-1] * 250, *range(0, 70, 2)], [9] * 3]),
         _apply_logit_bias(torch.float32, "dense", []),
         _apply_logit_bias(torch.float32, "dense", [[], []]),
     ]
