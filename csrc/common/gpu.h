@@ -234,6 +234,27 @@ __device__ inline uint16_t pack_two_float8(float low, float high) {
   return static_cast<uint16_t>(to_float8<T>(low).bits | to_float8<T>(high).bits << 8);
 }
 
+// The nearest integer, ties to even; 0 for NaN.
+__device__ inline int round_to_int(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float2int_rn(x);
+#else
+  return x == x ? static_cast<int>(rintf(x)) : 0;
+#endif
+}
+
+// Four integers from -128 to 127 as bytes, the first in the lowest.
+__device__ inline uint32_t pack_four_int8(int a, int b, int c, int d) {
+#if defined(__CUDA_ARCH__)
+  uint32_t high, all;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(d), "r"(c), "r"(0));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(high));
+  return all;
+#else
+  return (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | static_cast<uint32_t>(d) << 24;
+#endif
+}
+
 // 2^x to within 2 ulp; 2^-inf is 0.
 __device__ inline float exp2_fast(float x) {
 #if defined(__CUDA_ARCH__)

@@ -142,7 +142,7 @@ __device__ inline A block_sum(const A (&parts)[kParts], A* scratch) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// The largest in the same way.
+// The largest in the same way; kMaxThreads / kWarp is a power of two.
 template <int kMaxThreads, typename A>
 __device__ inline A block_max(A value, A* scratch) {
   value = warp_max(value);
@@ -150,12 +150,8 @@ __device__ inline A block_max(A value, A* scratch) {
   if (warps <= 1) return value;
   if (lane_index() == 0) scratch[warp_index()] = value;
   sync_block();
-  value = scratch[0];
-#pragma unroll
-  for (int w = 1; w < kMaxThreads / kWarp; ++w) {
-    if (w < warps) value = scratch[w] > value ? scratch[w] : value;
-  }
-  return value;
+  const int other = lane_index() % (kMaxThreads / kWarp);
+  return warp_max<kMaxThreads / kWarp>(scratch[other < warps ? other : 0]);
 }
 
 }  // namespace gristmill::gpu

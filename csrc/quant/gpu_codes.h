@@ -8,42 +8,37 @@
 
 namespace gristmill::gpu {
 
-// Rounds to nearest even; what lies beyond 127, infinities included, saturates; a NaN becomes 0.
-__device__ inline Int8 to_int8(float x) {
-  const float bounded = fminf(fmaxf(x, -Int8::kLargest), Int8::kLargest);
-  // 1.5 * 2^23: the last bit of the sum is worth 1.
-  const uint32_t sum = float_bits(bounded + 0x1.8p23f);
-  return Int8{static_cast<int8_t>(x == x ? sum & 0xffu : 0u)};
+// Rounds to nearest even; what lies beyond 127, infinities included, saturates; a NaN becomes 0. kBounded: nothing
+// rounds to more than 127.
+template <bool kBounded>
+__device__ inline int to_int8(float x) {
+  if constexpr (kBounded) return round_to_int(x);
+  return round_to_int(x > Int8::kLargest ? Int8::kLargest : (x < -Int8::kLargest ? -Int8::kLargest : x));
 }
 
-template <typename To, int N>
-__device__ inline Pack<To, N> rounded(const float (&x)[N]) {
-  Pack<To, N> codes;
+// Four codes as a word.
+template <typename To, bool kBounded>
+__device__ inline uint32_t rounded(float a, float b, float c, float d) {
   if constexpr (Float8<To>) {
-    uint16_t pairs[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) pairs[i] = pack_two_float8<To>(x[2 * i], x[2 * i + 1]);
-    memcpy(&codes, pairs, sizeof(codes));
+    return pack_two_float8<To>(a, b) | static_cast<uint32_t>(pack_two_float8<To>(c, d)) << 16;
   } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) codes[i] = to_int8(x[i]);
+    return pack_four_int8(to_int8<kBounded>(a), to_int8<kBounded>(b), to_int8<kBounded>(c), to_int8<kBounded>(d));
   }
-  return codes;
 }
 
-// `multiplies`: as the divisor says of the largest magnitude in the pack.
-template <typename To, typename From, int N>
-__device__ inline Pack<To, N> quotients(const Pack<From, N>& pack, const Divisor& by, bool multiplies) {
+// The codes of a pack as words, which is how they are stored: taken as bytes, the compiler would part and join them.
+// kMultiplies: as the divisor says of the largest magnitude in the pack. Quotients by a scale of int8 are then bounded,
+// since that was made of a magnitude at least as large.
+template <typename To, bool kMultiplies, typename From, int N>
+__device__ inline Pack<uint32_t, N / 4> quotients(const Pack<From, N>& pack, const Divisor& by) {
   float x[N];
   to_floats(pack, x);
-  if (multiplies) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = by.quotient(x[i]);
-  } else {
+  for (int i = 0; i < N; ++i) x[i] = kMultiplies ? by.quotient(x[i]) : by.divided(x[i]);
+  Pack<uint32_t, N / 4> words;
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = by.divided(x[i]);
-  }
-  return rounded<To>(x);
+  for (int i = 0; i < N; i += 4) words[i / 4] = rounded<To, kMultiplies>(x[i], x[i + 1], x[i + 2], x[i + 3]);
+  return words;
 }
 
 // The largest magnitude in a pack, or `largest` if that is larger. kFinite: among the finite values. fmaxf passes over

@@ -1,6 +1,6 @@
 // Rows as 8-bit numbers on GPUs. A group of elements that share a scale belongs to some lanes of a warp or to one block
-// and is read once: its threads keep it in registers between the largest magnitude and the quotients, up to
-// kPacksWanted packs each.
+// and is read once: its threads keep it in registers between the largest magnitude and the quotients, up to kManyPacks
+// packs each.
 #include <torch/csrc/stable/library.h>
 
 #include <cfloat>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kThreadsOfNarrowGroups = 256;
 constexpr int kMaxThreads = 512;  // of wide groups
-constexpr int kPacksWanted = 4;
+constexpr int kFewPacks = 2, kManyPacks = 8;
 constexpr int kNarrowPacks = 2;
 constexpr int64_t kMaxWidth = int64_t{1} << 30;
 
@@ -81,27 +81,50 @@ struct Share {
         if (first_of(i) < width) f(first_of(i), kept[i]);
       }
     } else {
-      for (int i = 0; first_of(i) < width; ++i) f(first_of(i), read(first_of(i)));
+      reread(f);
     }
   }
+  // The same where speed does not matter but short code does.
+  template <typename F>
+  __device__ void reread(F&& f) {
+#pragma unroll 1
+    for (int i = 0; first_of(i) < width; ++i) f(first_of(i), read(first_of(i)));
+  }
 
-  template <bool kFinite>
   __device__ float largest() {
     float largest = 0;
-    visit([&](int32_t, const Pack<T, N>& pack) { largest = largest_magnitude<kFinite>(pack, largest); });
+    visit([&](int32_t, const Pack<T, N>& pack) { largest = largest_magnitude<false>(pack, largest); });
     return largest;
+  }
+  __device__ float largest_finite() {
+    float largest = 0;
+    reread([&](int32_t, const Pack<T, N>& pack) { largest = largest_magnitude<true>(pack, largest); });
+    return largest;
+  }
+
+  template <bool kMultiplies>
+  __device__ void store(int32_t first, const Pack<T, N>& pack, const Divisor& by) {
+    const auto words = quotients<To, kMultiplies>(pack, by);
+    if constexpr (kPlain) {
+      store_pack<N / 4>(reinterpret_cast<uint32_t*>(out + first), words);
+    } else {
+      Pack<To, N> codes;
+      memcpy(&codes, &words, sizeof(codes));
+      store_elements<N>(out, first, width, problem.aligned, codes);
+    }
   }
   // `most`: none of the values is larger.
   __device__ void write(const Divisor& by, float most) {
-    const bool multiplies = by.multiplies(most);
-    visit([&](int32_t first, const Pack<T, N>& pack) {
-      store_row<kPlain, N>(out, first, width, problem.aligned, quotients<To>(pack, by, multiplies));
-    });
+    if (by.multiplies(most)) {
+      visit([&](int32_t first, const Pack<T, N>& pack) { store<true>(first, pack, by); });
+    } else {
+      reread([&](int32_t first, const Pack<T, N>& pack) { store<false>(first, pack, by); });
+    }
   }
   __device__ void write(const Divisor& by) {
     visit([&](int32_t first, const Pack<T, N>& pack) {
-      const bool multiplies = by.multiplies(largest_magnitude<false>(pack, 0.0f));
-      store_row<kPlain, N>(out, first, width, problem.aligned, quotients<To>(pack, by, multiplies));
+      by.multiplies(largest_magnitude<false>(pack, 0.0f)) ? store<true>(first, pack, by)
+                                                          : store<false>(first, pack, by);
     });
   }
 };
@@ -127,10 +150,10 @@ template <typename ShareOf, typename T, typename To, typename Threads>
 __device__ void quantise(const Problem<T, To>& problem, int64_t unit, int lane, const Threads& threads) {
   ShareOf mine(problem, unit, lane);
   mine.read_all();
-  const float most = threads.largest(mine.template largest<false>(), 0);
+  const float most = threads.largest(mine.largest(), 0);
   float largest = most;
   // Rare: what counts is the largest of the finite values.
-  if (threads.any(most > FLT_MAX)) largest = threads.largest(mine.template largest<true>(), 1);
+  if (threads.any(most > FLT_MAX)) largest = threads.largest(mine.largest_finite(), 1);
   const float scale = scale_of<To>(largest);
   if (lane == 0 && mine.exists) *mine.scale = scale;
   mine.write(Divisor(scale), most);
@@ -159,16 +182,16 @@ __global__ void __launch_bounds__(kMaxThreads) given_kernel(const Problem<T, To>
   mine.write(Divisor(*problem.given));
 }
 
-// At most 64 packs: so many lanes as have kNarrowPacks each. Else a block of as many threads as have kPacksWanted each,
-// if it can.
+// At most 64 packs: so many lanes as have kNarrowPacks each. Else a block of as many threads as have some packs each,
+// if it can: many packs each where there are groups enough to fill the device. Which thread has what changes no bit.
 template <typename T, typename To>
 struct Kernels {
   const Problem<T, To>& problem;
   int64_t packs;
 
-  int threads() const {
+  int threads(int packs_each) const {
     int threads = 64;
-    while (threads < kMaxThreads && threads * kPacksWanted < packs) threads *= 2;
+    while (threads < kMaxThreads && threads * packs_each < packs) threads *= 2;
     return threads;
   }
 
@@ -178,22 +201,29 @@ struct Kernels {
            dim3(kThreadsOfNarrowGroups), 0, problem);
   }
   template <int kPacks, bool kPlain>
-  void wide(const Launch& launch) const {
+  void wide(const Launch& launch, int packs_each) const {
     auto kernel = wide_kernel<T, To, kPacks, kPlain>;
-    if constexpr (Float8<To>) {
+    if constexpr (Float8<To> && kPacks != kManyPacks) {
       if (problem.given != nullptr) kernel = given_kernel<T, To, kPacks, kPlain>;
     }
-    launch(kernel, dim3(static_cast<unsigned>(problem.units)), dim3(static_cast<unsigned>(threads())), 0, problem);
+    launch(kernel, dim3(static_cast<unsigned>(problem.units)), dim3(static_cast<unsigned>(threads(packs_each))), 0,
+           problem);
+  }
+  void wide(const Launch& launch) const {
+    const bool few = problem.given != nullptr || problem.units < 2 * launch.processors();
+    if (few && packs <= int64_t{kFewPacks} * kMaxThreads) return wide<kFewPacks, true>(launch, kFewPacks);
+    if (problem.given == nullptr && packs <= int64_t{kManyPacks} * kMaxThreads) {
+      return wide<kManyPacks, true>(launch, few ? kFewPacks : kManyPacks);
+    }
+    wide<0, true>(launch, kFewPacks);
   }
 
   void run(const Launch& launch) const {
-    const bool narrow_groups = packs <= kNarrowPacks * 32 && problem.given == nullptr;
+    const bool is_narrow = packs <= kNarrowPacks * 32 && problem.given == nullptr;
     if (!problem.aligned || problem.width % kPackElements<T> != 0) {
-      return narrow_groups ? narrow<0, 32, false>(launch) : wide<0, false>(launch);
+      return is_narrow ? narrow<0, 32, false>(launch) : wide<0, false>(launch, kFewPacks);
     }
-    if (!narrow_groups) {
-      return packs <= int64_t{kPacksWanted} * kMaxThreads ? wide<kPacksWanted, true>(launch) : wide<0, true>(launch);
-    }
+    if (!is_narrow) return wide(launch);
     if (packs <= 2 * kNarrowPacks) return narrow<kNarrowPacks, 2, true>(launch);
     if (packs <= 4 * kNarrowPacks) return narrow<kNarrowPacks, 4, true>(launch);
     if (packs <= 8 * kNarrowPacks) return narrow<kNarrowPacks, 8, true>(launch);

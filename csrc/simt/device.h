@@ -151,6 +151,12 @@ inline uint16_t pack_two_float8(float low, float high) {
   return static_cast<uint16_t>(to_float8<T>(low).bits | to_float8<T>(high).bits << 8);
 }
 
+inline int round_to_int(float x) { return x == x ? static_cast<int>(rintf(x)) : 0; }
+
+inline uint32_t pack_four_int8(int a, int b, int c, int d) {
+  return static_cast<uint32_t>((a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16) | static_cast<uint32_t>(d) << 24;
+}
+
 // Flushes what is below the normal numbers to zero, as the instruction does.
 inline float exp2_fast(float x) {
   const float y = exp2f(x);

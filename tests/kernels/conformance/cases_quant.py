@@ -158,6 +158,7 @@ def _token_cases(op: str, types: tuple[torch.dtype, ...]) -> list[Case]:
             cases.append(_quant(op, (5, 1040), dtype, to, "dense", _special, "special"))
         cases += [_quant(op, shape, dtype, types[0], "dense", _normal, "empty") for shape in ((0, 64), (3, 0), (0, 0))]
         cases.append(_quant(op, (70, 48), dtype, types[-1], "padded", _spread, "spread"))
+        cases += [_quant(op, (1, width), dtype, types[i % len(types)], "dense", _spread, "spread") for width in (1040, 9000, 36000)]
     for to in types:
         cases += [_quant(op, (40, width), torch.float32, to, "dense", _borders(NAMES[to]), "borders") for width in (64, 600)]
         cases.append(_quant(op, (256, 64), torch.bfloat16, to, "dense", _every_bfloat16, "every"))
