@@ -74,7 +74,7 @@ def describe_failure(who: str, error: BaseException) -> str:
     """One sentence about an exception that is not one of ours."""
     text = (str(error).strip().splitlines() or [""])[0][:300]
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
-        return f"{who} is out of memory: {text or 'lower --pool-tokens or --kv-memory-fraction, or use a smaller model'}"
+        return f"{who} is out of memory: {text or 'lower --pool-tokens or --mem-fraction, or use a smaller model'}"
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

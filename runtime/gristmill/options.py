@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gristmill import device
+from gristmill.device import DEVICES
 from gristmill.errors import OptionError
 
 ENV_PREFIX = "GRISTMILL_"
@@ -39,23 +41,40 @@ class Options:
     host: str = _opt("127.0.0.1", "address to listen on", group="server")
     port: int = _opt(8000, "port to listen on; 0 picks a free one", low=0, high=65535, group="server")
 
-    device: str = _opt("cpu", "where the model runs", choices=("cpu",), group="compute")
+    device: str = _opt("auto", "where the model runs (auto: an NVIDIA GPU if there is one, else the CPU)", choices=DEVICES, group="compute")
     dtype: str = _opt(
         "auto",
-        "dtype of weights and activations (auto: bfloat16 where the CPU has instructions for it, else float32)",
+        "dtype of weights and activations (auto: bfloat16 where the device has instructions for it, else float32)",
         choices=("auto", "float32", "bfloat16"),
         group="compute",
     )
     attention_backend: str = _opt("auto", "attention backend by registered name, or auto", group="compute")
+    graphs: str = _opt(
+        "lazy",
+        "on a GPU, captured graphs of decode steps: lazy (a batch size is captured when it first comes), start (all before serving), off",
+        choices=("lazy", "start", "off"),
+        group="compute",
+    )
+    load_format: str = _opt(
+        "auto",
+        "auto: the weights of MODEL; dummy: random ones, for measuring a model of which only config.json is there",
+        choices=("auto", "dummy"),
+        group="model",
+    )
     context_length: int = _opt(0, "longest prompt + output in tokens (0: what the model was trained for)", low=0, group="model")
     threads: int = _opt(0, "CPU threads of the model worker (0: the cores this process may use)", low=0, high=1024, group="compute")
 
-    pool_tokens: int = _opt(0, "token slots of the KV pool (0: as many as kv_memory_fraction allows)", low=0, group="memory")
-    kv_memory_fraction: float = _opt(
-        0.3, "share of the memory left after loading the weights that the KV pool may take", low=0.01, high=0.95, group="memory"
+    pool_tokens: int = _opt(0, "token slots of the KV pool (0: as many as mem_fraction allows)", low=0, group="memory")
+    mem_fraction: float = _opt(
+        0.0,
+        "CPU: share of the memory left after loading the weights that the KV pool may take; GPU: share of its memory that "
+        "the engine may take in all (0: 0.3 on a CPU, 0.9 on a GPU)",
+        low=0,
+        high=0.98,
+        group="memory",
     )
     page_size: int = _opt(1, "tokens per page of the KV pool", low=1, high=64, group="memory")
-    max_running: int = _opt(64, "most requests in one step", low=1, high=4096, group="scheduling")
+    max_running: int = _opt(0, "most requests in one step (0: 64 on a CPU, 256 on a GPU)", low=0, high=4096, group="scheduling")
     max_queued: int = _opt(1024, "most requests waiting; one more is refused with 503", low=1, group="server")
 
     overlap: bool = _opt(True, "plan and send step t+1 while step t runs", group="scheduling")
@@ -67,7 +86,9 @@ class Options:
         group="memory",
     )
     kv_events: str = _opt("", "ipc:// endpoint on which to publish what enters and leaves the prefix cache", group="operation")
-    chunk_tokens: int = _opt(512, "most prompt tokens computed in one step (0: no chunking)", low=0, group="scheduling")
+    chunk_tokens: int = _opt(
+        -1, "most prompt tokens computed in one step (0: no chunking; -1: 512 on a CPU, 8192 on a GPU)", low=-1, group="scheduling"
+    )
     max_prefill_tokens: int = _opt(
         16384, "without chunking: most prompt tokens in one step (a longer prompt gets a step of its own)", low=1, group="scheduling"
     )
@@ -101,10 +122,25 @@ class Options:
                 value = float(value)
                 object.__setattr__(self, spec.name, value)
             check_value(spec, value, flag(spec.name))
+        self._settle()
         if 0 < self.pool_tokens < self.page_size:
             raise OptionError(f"--pool-tokens {self.pool_tokens} is less than one page: --page-size is {self.page_size}")
         _check_kv_events(self.kv_events, self.radix_cache)
 
+    def _settle(self) -> None:
+        """Replace "auto" of the device and what depends on it by their values: every process then reads the same."""
+        object.__setattr__(self, "device", device.resolve(self.device))
+        for name, (unset, on_cpu, on_gpu) in _BY_DEVICE.items():
+            if getattr(self, name) == unset:
+                object.__setattr__(self, name, on_cpu if self.device == "cpu" else on_gpu)
+
+
+# option -> the value that stands for "by the device", and what it is on a CPU and on a GPU
+_BY_DEVICE: dict[str, tuple[Any, Any, Any]] = {
+    "chunk_tokens": (-1, 512, 8192),
+    "max_running": (0, 64, 256),
+    "mem_fraction": (0.0, 0.3, 0.9),
+}
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {spec.name: spec for spec in dataclasses.fields(Options)}
 

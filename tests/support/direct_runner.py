@@ -76,7 +76,7 @@ class DirectRunner:
         with torch.inference_mode():
             forwarded = self.runner.forward(step)
             logits = None if forwarded.logits is None else forwarded.logits.clone()
-            result = self.runner.sample(forwarded, None if mask is None else self._mask(step.step, mask))
+            result = self.runner.sample(forwarded, None if mask is None else self._mask(step.step, mask)).wait()
         emitted = 0
         for i, row in enumerate(rows):
             row.done = kv_lens[i]

@@ -47,12 +47,18 @@ class LatentLayer(NamedTuple):
 class AttentionBackend(ABC):
     """Attention over a paged KV pool for one model on one device.
 
-    `prepare` runs once per step, outside any captured graph; the forward methods then run once per layer. They first write the rows' own
+    `prepare` runs once per step; the forward methods then run once per layer. They first write the rows' own
     k and v to the pool, so that attention reads keys from there alone. q is [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim],
     possibly strided; the result goes to `out` [T, num_heads, head_dim].
+
+    Captured graphs (worker/graphs.py) hold decode steps. `prepare(batch, in_graph=True)` is part of what is captured: it must work on the
+    device alone, for any lengths that sum up to at most `graph_kv_tokens`. A backend that has to plan on the host does so in `plan_graph`,
+    which runs before the capture and before every replay, into buffers that keep their addresses.
     """
 
     layer_ops: ClassVar[str] = "kernels"  # which set of gristmill.layers.ops the model runs with
+    captures: ClassVar[bool] = False  # whether decode steps may be captured in a graph
+    graph_kv_tokens = 0  # most KV tokens of a captured step; set before the first capture
 
     def __init__(self, config: ModelConfig, pool: KVPool | LatentPool) -> None:
         self.config, self.pool = config, pool
@@ -95,9 +101,8 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"attention backend {self.describe()['name']} has no latent attention")
 
-    def graph_buffers(self, max_batch: int) -> dict[str, torch.Tensor]:
-        """Metadata tensors with fixed addresses for captured graphs; empty where the device has no graphs."""
-        return {}
+    def plan_graph(self, batch: ForwardBatch) -> None:  # noqa: B027 (a hook)
+        """Before a capture or replay: host-side planning for the decode rows of `batch`, padding included."""
 
     def families(self) -> dict[str, str]:
         """Which implementation runs per op, for capabilities."""

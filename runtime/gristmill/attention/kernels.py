@@ -38,6 +38,7 @@ class KernelBackend(AttentionBackend):
     """Dense and latent attention over CSR lists of slots. `family` names the implementations to use; None: the best of the device."""
 
     family: ClassVar[str | None] = None
+    captures = True
 
     def __init__(self, config: ModelConfig, pool: KVPool | LatentPool) -> None:
         super().__init__(config, pool)
@@ -73,24 +74,33 @@ class KernelBackend(AttentionBackend):
         if not batch.is_decode:
             qo_indptr = torch.empty(len(batch.host_q_lens) + 1, dtype=torch.int32, device=self.device)
             self._qo_indptr(qo_indptr, batch.q_lens)
-        full = self._lists(batch, qo_indptr, batch.req_to_token, batch.out_slots, None)
+        counts = None if in_graph else batch.host_kv_lens
+        full = self._lists(batch, qo_indptr, batch.req_to_token, batch.out_slots, counts)
         window = full
         if batch.window_req_to_token is not None and batch.window_out_slots is not None:
             assert self.config.sliding_window is not None
-            starts = batch.host_kv_lens - batch.host_q_lens - (self.config.sliding_window - 1)
-            starts = np.maximum(starts, 0) // _LIST_ALIGN * _LIST_ALIGN
-            window = self._lists(batch, qo_indptr, batch.window_req_to_token, batch.window_out_slots, starts)
+            before = self.config.sliding_window - 1
+            if counts is not None:
+                counts = counts - np.maximum(counts - batch.host_q_lens - before, 0) // _LIST_ALIGN * _LIST_ALIGN
+            starts = (batch.kv_lens - batch.q_lens - before).clamp_(min=0).bitwise_and_(-_LIST_ALIGN)
+            window = self._lists(batch, qo_indptr, batch.window_req_to_token, batch.window_out_slots, counts, starts)
         batch.attention = (full, window)
 
     def _lists(
-        self, batch: ForwardBatch, qo_indptr: torch.Tensor | None, table: torch.Tensor, out_slots: torch.Tensor, starts: np.ndarray | None
+        self,
+        batch: ForwardBatch,
+        qo_indptr: torch.Tensor | None,
+        table: torch.Tensor,
+        out_slots: torch.Tensor,
+        counts: np.ndarray | None,
+        starts: torch.Tensor | None = None,
     ) -> _Metadata:
-        """The slots of `table` from position `starts` of each row on (None: from 0)."""
-        counts = batch.host_kv_lens if starts is None else batch.host_kv_lens - starts
-        kv_indptr = torch.empty(len(counts) + 1, dtype=torch.int32, device=self.device)
-        kv_indices = torch.empty(int(counts.sum()), dtype=torch.int32, device=self.device)
-        first = None if starts is None else torch.from_numpy(starts).to(self.device)
-        self._kv_indices(kv_indptr, kv_indices, table, batch.req_slots, batch.kv_lens, first)
+        """The slots of `table` from position `starts` of each row on (None: from 0). `counts` is how many there are per row, or None in a
+        captured graph, where only the device knows: the list then has room for `graph_kv_tokens`."""
+        kv_indptr = torch.empty(batch.req_slots.shape[0] + 1, dtype=torch.int32, device=self.device)
+        room = self.graph_kv_tokens if counts is None else int(counts.sum())
+        kv_indices = torch.empty(room, dtype=torch.int32, device=self.device)
+        self._kv_indices(kv_indptr, kv_indices, table, batch.req_slots, batch.kv_lens, starts)
         return _Metadata(qo_indptr, kv_indptr, kv_indices, out_slots)
 
     # --- dense

@@ -16,7 +16,10 @@ from gristmill.loading.config import ModelConfig
 log = logging.getLogger(__name__)
 
 GROUP = "gristmill.attention_backends"
-AUTO_ORDER = {"cpu": ("cpu", "torch_native")}  # best first; backends of other packages are used only by name
+AUTO_ORDER = {
+    "cpu": ("cpu", "torch_native"),
+    "cuda": ("cuda", "triton", "torch_native"),
+}  # best first; backends of other packages are used only by name
 
 _Backend = TypeVar("_Backend", bound=type[AttentionBackend])
 _registered: dict[str, type[AttentionBackend]] = {}
@@ -43,6 +46,7 @@ def backends() -> dict[str, type[AttentionBackend]]:
     if not _loaded:
         _loaded = True
         import gristmill.attention.cpu
+        import gristmill.attention.cuda
         import gristmill.attention.torch_native
         import gristmill.attention.triton  # noqa: F401
 

@@ -44,7 +44,7 @@ class TorchNativeBackend(AttentionBackend):
     @staticmethod
     def _rows(batch: ForwardBatch, table: torch.Tensor, window: int | None) -> list[_Row]:
         rows, start = [], 0
-        for slot, q_len, kv_len in zip(batch.req_slots.tolist(), batch.host_q_lens.tolist(), batch.host_kv_lens.tolist(), strict=True):
+        for slot, q_len, kv_len in zip(batch.host_req_slots.tolist(), batch.host_q_lens.tolist(), batch.host_kv_lens.tolist(), strict=True):
             first = kv_len - q_len
             low = 0 if window is None else max(0, first - window + 1)
             rows.append(_Row(start, start + q_len, table[slot, low:kv_len].long(), low, first))
@@ -64,7 +64,7 @@ class TorchNativeBackend(AttentionBackend):
                 q[row.start : row.end].transpose(0, 1)[None],
                 keys[None],
                 values[None],
-                attn_mask=self._mask(row, layer.window_left),
+                attn_mask=self._mask(row, layer.window_left, q.device),
                 scale=layer.sm_scale,
                 enable_gqa=True,
             )[0].transpose(0, 1)
@@ -72,11 +72,11 @@ class TorchNativeBackend(AttentionBackend):
     forward_decode = forward_extend
 
     @staticmethod
-    def _mask(row: _Row, window_left: int) -> torch.Tensor | None:
+    def _mask(row: _Row, window_left: int, device: torch.device) -> torch.Tensor | None:
         n_queries, n_keys = row.end - row.start, len(row.slots)
         if n_queries == 1 and (window_left < 0 or n_keys <= window_left + 1):
             return None
-        query = torch.arange(row.first, row.first + n_queries)[:, None]
-        key = torch.arange(row.low, row.low + n_keys)[None]
+        query = torch.arange(row.first, row.first + n_queries, device=device)[:, None]
+        key = torch.arange(row.low, row.low + n_keys, device=device)[None]
         mask = key <= query
         return mask if window_left < 0 else mask & (key >= query - window_left)

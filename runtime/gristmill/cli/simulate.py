@@ -21,7 +21,7 @@ _BOTH = frozenset(
     {name for name, spec in FIELDS.items() if spec.metadata["group"] in ("scheduling", "memory")} | {"context_length", "max_queued"}
 )
 _CALIBRATE_ONLY = frozenset(
-    {name for name, spec in FIELDS.items() if spec.metadata["group"] == "compute"} | {"kv_memory_fraction", "revision", "log_level"}
+    {name for name, spec in FIELDS.items() if spec.metadata["group"] == "compute"} | {"mem_fraction", "revision", "log_level"}
 )
 _SKIP = frozenset(FIELDS) - _BOTH - _CALIBRATE_ONLY
 _EXTRAPOLATION = 2.0  # a prediction that needs steps so many times as large as any that was measured says so

@@ -22,7 +22,7 @@ class Linear(nn.Module):
         super().__init__()
         self.k, self.n, self.parts, self.ops, self.dtype = k, sum(parts), tuple(parts), ops, dtype
         self.packed: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = torch.zeros(self.n, dtype=dtype) if bias else None
+        self.bias: torch.Tensor | None = torch.zeros(self.n, dtype=dtype, device=ops.device) if bias else None
         self._stack: torch.Tensor | None = None
         self._missing = set(range(len(parts)))
         self._run = ops.linear
@@ -39,10 +39,10 @@ class Linear(nn.Module):
 
     def _take(self, index: int, tensor: torch.Tensor) -> None:
         if len(self.parts) == 1:
-            self.set_weight(tensor.to(self.dtype, copy=True))
+            self.set_weight(tensor.to(device=self.ops.device, dtype=self.dtype, copy=True))
             return
         if self._stack is None:
-            self._stack = torch.empty(self.n, self.k, dtype=self.dtype)
+            self._stack = torch.empty(self.n, self.k, dtype=self.dtype, device=self.ops.device)
         start = sum(self.parts[:index])
         self._stack[start : start + self.parts[index]] = tensor
         self._missing.discard(index)

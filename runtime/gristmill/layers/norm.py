@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, ops: LayerOps, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = torch.ones(width, dtype=dtype)
+        self.weight = torch.ones(width, dtype=dtype, device=ops.device)
         self.eps = eps
         self._norm, self._fused = ops.rms_norm, ops.fused_add_rms_norm
 

@@ -16,11 +16,15 @@ from gristmill.loading.config import ModelConfig
 
 Op = Callable[..., Any]
 
+# Up to so many rows a GPU streams a weight faster through skinny_linear than through the library (docs/performance.md).
+SKINNY_ROWS = 4
+
 
 class LayerOps(ABC):
     """Interface of a set. `pack` turns a weight [n, k] into what `linear` takes; `family` says per op what runs, for capabilities."""
 
     name: str
+    device: str  # where weights and buffers lie
     rms_norm: Op  # (out, x, weight, eps)
     fused_add_rms_norm: Op  # (x, residual, weight, eps): residual += x; x = norm(residual) * weight
     apply_rope: Op  # (q, k, positions, cos_sin_cache, is_neox), in place
@@ -41,29 +45,54 @@ class KernelOps(LayerOps):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         from gristmill_kernels import dispatch, gemm  # gemm: importing a public module registers the implementations
 
+        self.device = device
         plain = (device, dtype)
         keys: dict[str, tuple[Any, ...]] = {
             "rms_norm": plain,
             "fused_add_rms_norm": plain,
             "apply_rope": (*plain, config.head_dim, config.head_dim),
             "silu_and_mul": plain,
-            "packed_linear": plain,
+            "packed_linear" if device == "cpu" else "skinny_linear": plain,
         }
         self.families = {name: dispatch.chosen_family(name, key) for name, key in keys.items()}
         self._pack = gemm.pack_linear
-        self.rms_norm, self.fused_add_rms_norm, self.apply_rope, self.silu_and_mul, self.linear = (
+        self.rms_norm, self.fused_add_rms_norm, self.apply_rope, self.silu_and_mul, linear = (
             dispatch.select(name, key) for name, key in keys.items()
         )
+        self.linear = linear if device == "cpu" else self._plain_linear
+        self._skinny = linear
+        # a family of plain PyTorch is no better than the library's product
+        self._skinny_rows = SKINNY_ROWS if self.families.get("skinny_linear") == "native" else 0
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.device != "cpu":
+            return weight
         packed: torch.Tensor = self._pack(weight).data
         return packed
+
+    def _plain_linear(self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> None:
+        """A GPU's linear layer: a few rows stream the weight through our kernel, more go through the vendor's library."""
+        if x.shape[0] <= self._skinny_rows:
+            self._skinny(out, x, weight, bias)
+        else:
+            _library_linear(out, x, weight, bias)
+
+
+def _library_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 class TorchOps(LayerOps):
     """The same ops in plain PyTorch, independent of gristmill_kernels."""
 
     name = "torch"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
     families = dict.fromkeys(("rms_norm", "fused_add_rms_norm", "apply_rope", "silu_and_mul", "packed_linear"), "torch")
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -102,7 +131,4 @@ class TorchOps(LayerOps):
 
     @staticmethod
     def linear(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> None:
-        if bias is None:
-            torch.mm(x, packed.t(), out=out)
-        else:
-            torch.addmm(bias, x, packed.t(), out=out)
+        _library_linear(out, x, packed, bias)

@@ -7,7 +7,7 @@ attributes: at batch 1 a module call through nn.Module costs as much as a small 
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,11 +26,11 @@ from gristmill.worker.batch import ForwardBatch
 class Activations:
     """The buffers of one forward pass over `rows` tokens, shared by all layers; q, k, v are views of the fused projection."""
 
-    def __init__(self, config: ModelConfig, rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, rows: int, dtype: torch.dtype, device: str) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
         def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         self.rows = rows
         self.residual, self.hidden = empty(rows, config.hidden_size), empty(rows, config.hidden_size)
@@ -138,7 +138,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         rope.check_rope(config)
         self.config, self.ops, self.dtype, self.max_context = config, ops, dtype, max_context
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, ops, dtype)
         layers = [self.layer_class(config, i, ops, dtype) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, ops, dtype)
@@ -149,9 +149,9 @@ class LlamaForCausalLM(nn.Module):
         self.head = Linear(config.hidden_size, (config.vocab_size,), ops, dtype)
         self.cos_sin = torch.empty(0)
         if config.rope_scaling is None or config.rope_scaling["rope_type"] != "freq_factors":
-            self.cos_sin = rope.cos_sin_cache(config, max_context)
-        self._logits = self._wide_logits = torch.empty(0, config.vocab_size)
-        self._arena = Activations(config, 1, dtype)
+            self.cos_sin = rope.cos_sin_cache(config, max_context).to(ops.device)
+        self._logits = self._wide_logits = torch.empty(0, config.vocab_size, device=ops.device)
+        self._arena = Activations(config, 1, dtype, ops.device)
         self._activations = self._arena
 
     def targets(self) -> Targets:
@@ -165,7 +165,7 @@ class LlamaForCausalLM(nn.Module):
         return found
 
     def _take_freq_factors(self, factors: torch.Tensor) -> None:
-        self.cos_sin = rope.cos_sin_cache(self.config, self.max_context, factors.float())
+        self.cos_sin = rope.cos_sin_cache(self.config, self.max_context, factors.float().cpu()).to(self.ops.device)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
         """Final hidden states [T, hidden] of `batch`; the buffer is reused by the next call."""
@@ -181,20 +181,32 @@ class LlamaForCausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab]; the buffer is reused by the next call, so that a step does not fault in megabytes of new pages."""
-        rows = hidden.shape[0]
-        if self._logits.shape[0] < rows:
-            self._logits = torch.empty(rows, self.config.vocab_size, dtype=self.dtype)
-            self._wide_logits = self._logits if self.dtype == torch.float32 else self._logits.float()
-        out, wide = self._logits[:rows], self._wide_logits[:rows]
+        out, wide = self._logits_for(hidden.shape[0])
         self.head(hidden, out)
         if wide.dtype != out.dtype:
             wide.copy_(out)
         return wide
 
+    def reserve(self, rows: int, logit_rows: int) -> None:
+        """Make the buffers for steps of up to `rows` tokens and `logit_rows` rows of logits now instead of when they come."""
+        self._activations_for(rows)
+        self._logits_for(logit_rows)
+
+    @property
+    def buffers_in_use(self) -> tuple[Any, ...]:
+        """What the latest forward pass wrote into; whoever has its addresses, like a captured graph, must keep it alive."""
+        return self._arena, self._logits, self._wide_logits
+
+    def _logits_for(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._logits.shape[0] < rows:
+            self._logits = torch.empty(rows, self.config.vocab_size, dtype=self.dtype, device=self.ops.device)
+            self._wide_logits = self._logits if self.dtype == torch.float32 else self._logits.float()
+        return self._logits[:rows], self._wide_logits[:rows]
+
     def _activations_for(self, rows: int) -> Activations:
         """Buffers for `rows` tokens; the arena grows to the largest batch seen."""
         if self._activations.rows != rows:
             if self._arena.rows < rows:
-                self._arena = Activations(self.config, rows, self.dtype)
+                self._arena = Activations(self.config, rows, self.dtype, self.ops.device)
             self._activations = self._arena.first(rows, self.config)
         return self._activations

@@ -1,6 +1,6 @@
 """The order of sampling: logit_bias, penalties, mask, min_tokens ban, temperature, top-k, top-p, min-p; keyed by (seed, position).
 
-Everything up to the ban changes the logits in place, the rest is one op of gristmill_kernels.
+Everything up to the ban changes the logits in place, the rest is one op of gristmill_kernels. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from gristmill.errors import ProtocolError
 from gristmill.messages import Mask
 from gristmill.sampling.state import SamplingState, SlotState
+from gristmill.worker.staging import to_device
 from gristmill_kernels import sampling as kernels
 
 _NEG_INF = float("-inf")
@@ -18,17 +19,17 @@ _NEG_INF = float("-inf")
 
 def sample(
     logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, state: SamplingState, allowed: dict[int, np.ndarray] | None = None
-) -> np.ndarray:
+) -> torch.Tensor:
     """Draw one token per row and count it.
 
     Args:
         logits: float32 [rows, vocab]; changed.
         slots: int32 [rows], request slot of each row.
         positions: int32 [rows], position of the new token.
-        allowed: row -> bool [vocab], from the grammar.
+        allowed: row -> int32 [ceil(vocab / 32)], the bits of the tokens that the grammar allows.
 
     Returns:
-        int32 [rows]; -1 where the row has no valid distribution.
+        int32 [rows] on the device of the logits; -1 where the row has no valid distribution.
     """
     special = np.flatnonzero(state.special[slots])
     if special.size:
@@ -36,8 +37,7 @@ def sample(
         _apply_bias(logits, states)
         _apply_penalties(logits, states)
     if allowed:
-        for row, bits in allowed.items():
-            logits[row].masked_fill_(~torch.from_numpy(bits), _NEG_INF)
+        _apply_mask(logits, allowed)
     if special.size:
         _ban(logits, states, positions)
     temperature = state.temperature[slots]
@@ -45,13 +45,10 @@ def sample(
         ids = kernels.greedy(logits)
     else:
         columns = (temperature, state.top_k[slots], state.top_p[slots], state.min_p[slots], state.seeds[slots], positions)
-        ids = kernels.sample(logits, *(torch.from_numpy(column) for column in columns))
-    tokens: np.ndarray = ids.numpy()
+        ids = kernels.sample(logits, *to_device(columns, logits.device.type))
     if special.size:
-        for row, slot in states.items():
-            if slot.output_counts is not None and tokens[row] >= 0:
-                slot.output_counts[0, int(tokens[row])] += 1
-    return tokens
+        _count(ids, states)
+    return ids
 
 
 def _apply_bias(logits: torch.Tensor, states: dict[int, SlotState]) -> None:
@@ -60,9 +57,8 @@ def _apply_bias(logits: torch.Tensor, states: dict[int, SlotState]) -> None:
         counts[row + 1] = slot.bias_ids.size
     if counts.any():
         ordered = [states[row] for row in sorted(states)]
-        ids = torch.from_numpy(np.concatenate([slot.bias_ids for slot in ordered]))
-        values = torch.from_numpy(np.concatenate([slot.bias_values for slot in ordered]))
-        kernels.apply_logit_bias(logits, torch.from_numpy(counts.cumsum(dtype=np.int32)), ids, values)
+        ids, values = (np.concatenate([getattr(slot, name) for slot in ordered]) for name in ("bias_ids", "bias_values"))
+        kernels.apply_logit_bias(logits, *to_device([counts.cumsum(dtype=np.int32), ids, values], logits.device.type))
 
 
 def _apply_penalties(logits: torch.Tensor, states: dict[int, SlotState]) -> None:
@@ -71,17 +67,32 @@ def _apply_penalties(logits: torch.Tensor, states: dict[int, SlotState]) -> None
             kernels.apply_penalties(logits[row : row + 1], slot.prompt_mask, slot.output_counts, *slot.penalties)
 
 
+def _apply_mask(logits: torch.Tensor, allowed: dict[int, np.ndarray]) -> None:
+    """One mask for all rows: those that are free have every bit set."""
+    bits = np.full((logits.shape[0], -(-logits.shape[1] // 32)), -1, np.int32)
+    for row, words in allowed.items():
+        bits[row] = words
+    kernels.apply_token_bitmask(logits, to_device([bits], logits.device.type)[0])
+
+
 def _ban(logits: torch.Tensor, states: dict[int, SlotState], positions: np.ndarray) -> None:
     for row, slot in states.items():
         if int(positions[row]) - slot.n_prompt < slot.sampling.min_tokens:
             logits[row].index_fill_(0, slot.banned, _NEG_INF)
 
 
+def _count(ids: torch.Tensor, states: dict[int, SlotState]) -> None:
+    """Add the drawn tokens to the counts that penalties go by; an invalid one counts for nothing."""
+    for row, slot in states.items():
+        if slot.output_counts is not None:
+            drawn = ids[row : row + 1]
+            slot.output_counts[0].index_add_(0, drawn.clamp(min=0), (drawn >= 0).to(torch.int32))
+
+
 def allowed_rows(mask: Mask, row_of: dict[int, int], vocab_size: int) -> dict[int, np.ndarray]:
-    """The bitmask of each masked row as bool [vocab]. `row_of` maps rows of the step to rows of the logits."""
+    """The bitmask of each masked row, int32 [ceil(vocab / 32)]. `row_of` maps rows of the step to rows of the logits."""
     words = -(-vocab_size // 32)
     if mask.bits.size != words * mask.rows.size:
         raise ProtocolError(f"Mask of step {mask.step} holds {mask.bits.size} words for {mask.rows.size} rows of {words} words")
-    bits = mask.bits.astype("<i4").reshape(-1, words).view(np.uint8)
-    unpacked = np.unpackbits(bits, axis=1, bitorder="little")[:, :vocab_size].astype(bool)
-    return {row_of[int(row)]: unpacked[i] for i, row in enumerate(mask.rows) if int(row) in row_of}
+    bits = np.asarray(mask.bits, np.int32).reshape(-1, words)
+    return {row_of[int(row)]: bits[i] for i, row in enumerate(mask.rows) if int(row) in row_of}

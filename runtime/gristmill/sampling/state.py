@@ -9,6 +9,7 @@ import torch
 
 from gristmill.errors import ProtocolError
 from gristmill.messages import NewReq, SamplingParams
+from gristmill.worker.staging import to_device
 
 
 @dataclass(slots=True)
@@ -31,8 +32,8 @@ class SlotState:
 class SamplingState:
     """All slots. The parameters that a kernel takes per row are columns, so that a batch is one gather per parameter."""
 
-    def __init__(self, max_reqs: int, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, max_reqs: int, vocab_size: int, device: str = "cpu") -> None:
+        self.vocab_size, self.device = vocab_size, device
         self.slots: list[SlotState | None] = [None] * max_reqs
         self.temperature = np.ones(max_reqs, np.float32)
         self.top_k = np.zeros(max_reqs, np.int32)
@@ -55,7 +56,7 @@ class SamplingState:
             n_prompt=new.n_prompt,
             ids=np.array(new.ids, dtype=np.int32),
             sampling=sampling,
-            banned=torch.tensor(banned, dtype=torch.int64),
+            banned=to_device([np.array(banned, np.int64)], self.device)[0],
             logprobs=new.logprobs,
             prompt_logprobs_from=new.prompt_logprobs_from,
             bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
@@ -68,14 +69,16 @@ class SamplingState:
         self.wants_logprobs[slot] = new.logprobs >= 0
 
     def _count(self, state: SlotState) -> None:
-        known = torch.from_numpy(state.ids.astype(np.int64)).clamp(0, self.vocab_size - 1)
-        state.prompt_mask = torch.zeros(1, self.vocab_size, dtype=torch.bool)
-        state.prompt_mask[0, known[: state.n_prompt]] = True
-        counts = torch.bincount(known[state.n_prompt :], minlength=self.vocab_size)
-        state.output_counts = counts.to(torch.int32)[None]
-        sampling = state.sampling
-        values = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        presence, frequency, repetition = (torch.tensor([value], dtype=torch.float32) for value in values)
+        """Mask and counts from all known ids; a resumed request has generated some of them already."""
+        sampling, known = state.sampling, state.ids.astype(np.int64).clip(0, self.vocab_size - 1)
+        parameters = np.array([sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty], np.float32)
+        ids, values = to_device([known, parameters], self.device)
+        prompt, output = ids[: state.n_prompt], ids[state.n_prompt :]
+        state.prompt_mask = torch.zeros(1, self.vocab_size, dtype=torch.bool, device=self.device)
+        state.prompt_mask[0].index_fill_(0, prompt, True)
+        state.output_counts = torch.zeros(1, self.vocab_size, dtype=torch.int32, device=self.device)
+        state.output_counts[0].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        presence, frequency, repetition = values.split(1)
         state.penalties = (presence, frequency, repetition)
 
     def of(self, slot: int) -> SlotState:

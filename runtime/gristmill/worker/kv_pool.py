@@ -141,7 +141,7 @@ def _slots(
     slots = min(room // per_token if per_token else most_useful, most_useful + page_size - 1) // page_size * page_size
     if slots <= 0:
         raise ModelError(
-            f"no memory is left for keys and values: {available / 2**20:.0f} MiB are free, --kv-memory-fraction {memory_fraction} of it "
+            f"no memory is left for keys and values: {available / 2**20:.0f} MiB are free, --mem-fraction {memory_fraction:g} of it "
             f"holds less than one page of {page_size} tokens ({per_token} bytes each)"
         )
     return slots

@@ -1,14 +1,19 @@
-"""Natural-log probabilities of prompt and generated tokens: log-softmax of the raw float32 logits, before anything changes them."""
+"""Natural-log probabilities of prompt and generated tokens: log-softmax of the raw float32 logits, before anything changes them.
+
+Scores are tensors of the device; the blocks that go to the scheduler are made of them once they are on the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gristmill.messages import LogprobBlock, floats, ints
 from gristmill.sampling.state import SlotState
+from gristmill.worker.staging import to_device
 
 _ROWS_AT_ONCE = 64  # prompt positions scored at once; bounds the memory at 64 x vocab floats
 
@@ -25,30 +30,49 @@ def prompt_positions(state: SlotState, start: int, end: int) -> range:
     return range(max(start, first - 1, 0), min(end, state.n_prompt - 1))
 
 
-def prompt_block(
+@dataclass
+class PromptScores:
+    """Log-probabilities of the tokens after `positions` of one row: [n], and [n, k] of the k best alternatives with their ids."""
+
+    row: int
+    start: int
+    ids: np.ndarray
+    k: int
+    tensors: list[torch.Tensor]
+
+    def block(self, arrays: Iterator[np.ndarray]) -> LogprobBlock:
+        """`arrays`: what `tensors` hold, on the host."""
+        values = next(arrays)
+        top_values, top_ids = (next(arrays), next(arrays)) if self.k else (np.empty(0), np.empty(0))
+        return LogprobBlock(
+            key=self.row,
+            start=self.start,
+            ids=ints(self.ids),
+            values=floats(values),
+            k=self.k,
+            top_ids=ints(top_ids.reshape(-1)),
+            top_values=floats(top_values.reshape(-1)),
+        )
+
+
+def prompt_scores(
     row: int, state: SlotState, positions: range, hidden: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
-) -> LogprobBlock:
+) -> PromptScores:
     """Score the tokens after `positions`; hidden[i] is the final hidden state at positions[i]."""
     ids = state.ids[positions.start + 1 : positions.stop + 1]
+    wanted = to_device([ids.astype(np.int64)], hidden.device.type)[0]
     k = max(state.logprobs, 0)
     values, top_ids, top_values = [], [], []
     for at in range(0, len(ids), _ROWS_AT_ONCE):
         scores = torch.log_softmax(logits_of(hidden[at : at + _ROWS_AT_ONCE]), dim=-1)
-        part = torch.from_numpy(ids[at : at + _ROWS_AT_ONCE].astype(np.int64))
-        values.append(scores.gather(1, part[:, None])[:, 0])
+        k = min(k, scores.shape[1])
+        values.append(scores.gather(1, wanted[at : at + _ROWS_AT_ONCE, None])[:, 0])
         if k:
-            best = scores.topk(min(k, scores.shape[1]), dim=-1)
+            best = scores.topk(k, dim=-1)
             top_values.append(best.values)
             top_ids.append(best.indices)
-    return LogprobBlock(
-        key=row,
-        start=positions.start + 1,
-        ids=ints(ids),
-        values=floats(torch.cat(values).numpy()),
-        k=min(k, scores.shape[1]),
-        top_ids=ints(torch.cat(top_ids).numpy()) if k else ints(),
-        top_values=floats(torch.cat(top_values).numpy()) if k else floats(),
-    )
+    tensors = [torch.cat(values), *((torch.cat(top_values), torch.cat(top_ids)) if k else ())]
+    return PromptScores(row, positions.start + 1, ids, k, tensors)
 
 
 class RawLogprobs:
@@ -57,19 +81,31 @@ class RawLogprobs:
     def __init__(self, logits: torch.Tensor, rows: list[tuple[int, int, SlotState]]) -> None:
         """rows: (row of the logits, row of the step, state of the request)."""
         self.rows = rows
-        self.scores = torch.log_softmax(logits[[row for row, _, _ in rows]], dim=-1)
+        self._at = to_device([np.array([row for row, _, _ in rows], np.int64)], logits.device.type)[0]
+        self._scores = torch.log_softmax(logits.index_select(0, self._at), dim=-1)
+        self.k = min(max(state.logprobs for _, _, state in rows), logits.shape[1])
+        self.tensors: list[torch.Tensor] = []
 
-    def blocks(self, tokens: np.ndarray, positions: np.ndarray) -> list[LogprobBlock]:
-        """One block per row whose token is valid; `tokens` and `positions` by row of the logits."""
+    def choose(self, tokens: torch.Tensor) -> None:
+        """Find the scores of `tokens` (by row of the logits) and the best alternatives."""
+        chosen = tokens.index_select(0, self._at).to(torch.int64).clamp_(min=0)
+        self.tensors = [self._scores.gather(1, chosen[:, None])[:, 0]]
+        if self.k:
+            best = self._scores.topk(self.k, dim=-1)
+            self.tensors += [best.values, best.indices]
+
+    def blocks(self, tokens: np.ndarray, positions: np.ndarray, arrays: Iterator[np.ndarray]) -> list[LogprobBlock]:
+        """One block per row whose token is valid; `tokens` and `positions` by row of the logits, `arrays` as `tensors` on the host."""
+        values = next(arrays)
+        top_values, top_ids = (next(arrays), next(arrays)) if self.k else (None, None)
         found = []
-        for (row, step_row, state), scores in zip(self.rows, self.scores, strict=True):
+        for i, (row, step_row, state) in enumerate(self.rows):
             token = int(tokens[row])
             if token < 0:
                 continue
-            k = min(state.logprobs, scores.shape[0])
-            block = LogprobBlock(key=step_row, start=int(positions[row]), ids=ints([token]), values=floats([float(scores[token])]), k=k)
-            if k:
-                best = scores.topk(k)
-                block.top_ids, block.top_values = ints(best.indices.numpy()), floats(best.values.numpy())
+            k = min(state.logprobs, self.k)
+            block = LogprobBlock(key=step_row, start=int(positions[row]), ids=ints([token]), values=floats([float(values[i])]), k=k)
+            if k and top_values is not None and top_ids is not None:
+                block.top_ids, block.top_values = ints(top_ids[i, :k]), floats(top_values[i, :k])
             found.append(block)
         return found

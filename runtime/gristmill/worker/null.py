@@ -62,8 +62,20 @@ def token_at(position: int, seed: int, vocab: int) -> int:
     return low + (position * 7919 + seed) % (vocab - low)
 
 
+class _Finished:
+    """A result that is there already."""
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def wait(self) -> Result:
+        return self._result
+
+
 class NullRunner:
     """The interface of ModelRunner (ready, forward, sample) without tensors."""
+
+    launches = False
 
     def __init__(self, model_path: str, options: Options, *, tracer: NullTracer = NULL_TRACER) -> None:
         self.seconds, self.vocab = parse(model_path)
@@ -89,11 +101,11 @@ class NullRunner:
                 time.sleep(self.seconds)
         return step, start
 
-    def sample(self, done: tuple[Step, float], mask: Mask | None = None) -> Result:
+    def sample(self, done: tuple[Step, float], mask: Mask | None = None) -> _Finished:
         step, start = done
         with self.tracer.span("sample", step=step.step, rows=step.req_slot.size):
             ids = np.full(step.req_slot.size, NO_TOKEN, np.int32)
             rows = np.flatnonzero(step.emit == EMIT_SAMPLE)
             positions = step.kv_len[rows].astype(np.int64)
             ids[rows] = self.low + (positions * 7919 + self.seeds[step.req_slot[rows]]) % (self.vocab - self.low)
-        return Result(step=step.step, ids=ids, t_start=start, t_end=time.monotonic())
+        return _Finished(Result(step=step.step, ids=ids, t_start=start, t_end=time.monotonic()))

@@ -30,9 +30,11 @@ def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> No
     sink = Push(context, endpoints.d_to_b(config.rank), f"worker{config.rank}")
     try:
         with _no_autograd(config), contextlib.suppress(Stopped):
-            runner = _load(config, tracer, stop)
+            with _device_failures(config, "loading"):
+                runner = _load(config, tracer, stop)
             sink.send(runner.ready(config.rank))
-            run_loop(runner, source, sink, stop, config.rank)
+            with _device_failures(config, "running"):
+                run_loop(runner, source, sink, stop, config.rank)
     finally:
         source.close()
         sink.close()
@@ -56,6 +58,14 @@ def _no_autograd(config: LaunchConfig) -> contextlib.AbstractContextManager[Any]
     import torch
 
     return torch.inference_mode()
+
+
+def _device_failures(config: LaunchConfig, doing: str) -> contextlib.AbstractContextManager[Any]:
+    if null.is_null(config.model_path) or config.options.device == "cpu":
+        return contextlib.nullcontext()
+    from gristmill.worker import gpu_failures
+
+    return gpu_failures.named(doing)
 
 
 def _load(config: LaunchConfig, tracer: NullTracer, stop: threading.Event) -> Any:

@@ -40,6 +40,7 @@ def batch_of(table: torch.Tensor, slots: list[int], q_lens: list[int], kv_lens: 
         q_lens=torch.from_numpy(host_q),
         kv_lens=torch.from_numpy(host_kv),
         req_to_token=table,
+        host_req_slots=np.array(slots, np.int32),
         host_q_lens=host_q,
         host_kv_lens=host_kv,
     )

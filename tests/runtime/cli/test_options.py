@@ -67,6 +67,8 @@ def test_a_missing_model_is_named() -> None:
 def _example(name: str) -> str:
     if name == "kv_events":
         return "ipc:///run/kv"
+    if name == "device":
+        return "cpu"
     spec = FIELDS[name]
     if spec.metadata["choices"]:
         return str(spec.metadata["choices"][-1])
@@ -133,7 +135,7 @@ def test_the_kernels_read_no_other_variables() -> None:
 def test_the_command_line_wins_over_the_environment_and_that_over_the_default() -> None:
     environ = {"GRISTMILL_PORT": "1001", "GRISTMILL_PAGE_SIZE": "8"}
     options = parse("M", "--port", "1002", environ=environ)
-    assert (options.port, options.page_size, options.max_running) == (1002, 8, FIELDS["max_running"].default)
+    assert (options.port, options.page_size, options.max_queued) == (1002, 8, FIELDS["max_queued"].default)
 
 
 def test_numbers_that_are_not_finite_are_refused() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import gristmill
+from gristmill import device
 from gristmill.cli.main import main
 
 ROOT = Path(gristmill.__file__).parent
@@ -38,7 +39,14 @@ def test_every_module_imports_without_a_device() -> None:
     _import_all(MODULES, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 
-@pytest.mark.parametrize("device", ["cuda", "rocm", "mps", "cuda:99"])
-def test_an_absent_device_is_one_sentence(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "M", "--device", device]) == 2
-    assert capsys.readouterr().err == f"error: --device must be one of cpu, not {device!r}\n"
+@pytest.mark.parametrize("name", ["rocm", "mps", "cuda:99"])
+def test_an_unknown_device_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "M", "--device", name]) == 2
+    assert capsys.readouterr().err == f"error: --device must be one of auto, cpu, cuda, not {name!r}\n"
+
+
+@pytest.mark.skipif(device.why_no_cuda() is None, reason="there is a GPU")
+def test_an_absent_device_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "M", "--device", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --device cuda cannot be used: ") and error.count("\n") == 1

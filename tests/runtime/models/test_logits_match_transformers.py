@@ -64,7 +64,8 @@ def test_decode_with_neighbours(case, backend):
         driver.step(rows, chunk=0 if at == 0 else 4)
         assert_close(row.logits[at], want[N_PROMPT - 1 + at])
         row.ids[-1] = ids[N_PROMPT + at]
-        driver.runner.tables.tokens[row.req_slot, N_PROMPT + at] = row.ids[-1]
+        with torch.inference_mode():
+            driver.runner.tables.tokens[row.req_slot, N_PROMPT + at] = row.ids[-1]
         if at % 3 == 1 and others:
             rows = [others.pop(), *rows]
 

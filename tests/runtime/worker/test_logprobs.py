@@ -92,7 +92,8 @@ def test_cached_prefix_then_scored_tail(model_dir, oracle):
     driver.step([first])
     tail = driver.add(PROMPT, logprobs=0, prompt_logprobs_from=61)
     slots = driver.runner.tables.kv_slots[0]
-    slots[tail.req_slot, :60] = slots[first.req_slot, :60]
+    with torch.inference_mode():
+        slots[tail.req_slot, :60] = slots[first.req_slot, :60]
     tail.done = 60
     driver.generate([tail], 1, chunk=9)
     want = oracle(PROMPT)

@@ -37,6 +37,10 @@ def plain_logits(
     return out
 
 
+def bitmask(allowed: np.ndarray) -> np.ndarray:
+    return np.packbits(np.pad(allowed, (0, -len(allowed) % 32)), bitorder="little").view("<i4")
+
+
 def random_request(rng: np.random.Generator) -> dict:
     prompt, generated = rng.integers(0, VOCAB, rng.integers(1, 12)).tolist(), rng.integers(0, VOCAB, rng.integers(0, 9)).tolist()
     request = {"prompt": prompt, "generated": generated, "eos_ids": [2, 7]}
@@ -66,7 +70,8 @@ def test_stages_follow_the_oracle(temperature, seed):
         positions = np.array([len(r["prompt"]) + len(r["generated"]) for r in requests], np.int32)
         allowed = {row: rng.random(VOCAB) < 0.6 for row in range(n) if rng.random() < 0.4}
         got_logits = logits.clone()
-        tokens = pipeline.sample(got_logits, slots, positions, state, dict(allowed))
+        bits = {row: bitmask(mask) for row, mask in allowed.items()}
+        tokens = pipeline.sample(got_logits, slots, positions, state, bits)
         for row, request in enumerate(requests):
             want = plain_logits(logits[row].numpy(), int(positions[row]), allowed=allowed.get(row), **request)
             np.testing.assert_allclose(got_logits[row].numpy(), want, rtol=1e-5, atol=1e-5, err_msg=f"seed {seed}")
