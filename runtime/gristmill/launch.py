@@ -40,7 +40,13 @@ class Prepared:
             endpoint_prefix=endpoint_prefix,
             trace_dir=trace_dir,
             parent_pid=os.getpid(),
+            made_up_tokens=_made_up_tokens(self.options, self.model_config),
         )
+
+
+def _made_up_tokens(options: Options, config: ModelConfig) -> int:
+    """A model without weights may lack a tokenizer as well."""
+    return config.vocab_size if options.load_format == "dummy" else 0
 
 
 def prepare(options: Options) -> Prepared:
@@ -51,7 +57,7 @@ def prepare(options: Options) -> Prepared:
     """
     resolved = resolve_model(options.model, options.revision)
     model_config = null.null_config(resolved.path) if null.is_null(resolved.path) else load_config(resolved.path)
-    tokenizer = load_tokenizer(resolved.path)
+    tokenizer = load_tokenizer(resolved.path, made_up=_made_up_tokens(options, model_config))
     if options.context_length > model_config.context_length:
         raise OptionError(
             f"--context-length {options.context_length} is more than {resolved.name} was trained for: {model_config.context_length} tokens"

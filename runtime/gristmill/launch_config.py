@@ -13,6 +13,7 @@ class LaunchConfig(msgspec.Struct, frozen=True):
     `model_path` is a resolved local directory or .gguf file; `model_hash` names it in the prefix cache's events.
     `eos_ids` is the union of the EOS ids of config, generation config and tokenizer.
     `endpoint_prefix` is `ipc://<private 0700 dir>` or `inproc://<unique>`.
+    `made_up_tokens` is the size of the tokenizer to make up where the model has none (load_format dummy; 0: there must be one).
     `trace_dir` receives one part file per process when tracing ("" = off).
     """
 
@@ -24,6 +25,7 @@ class LaunchConfig(msgspec.Struct, frozen=True):
     world_size: int = 1
     trace_dir: str = ""
     parent_pid: int = 0
+    made_up_tokens: int = 0
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)

@@ -64,6 +64,12 @@ class Options:
     context_length: int = _opt(0, "longest prompt + output in tokens (0: what the model was trained for)", low=0, group="model")
     threads: int = _opt(0, "CPU threads of the model worker (0: the cores this process may use)", low=0, high=1024, group="compute")
 
+    kv_dtype: str = _opt(
+        "auto",
+        "dtype of keys and values in the pool (auto: that of the activations; 8-bit floats hold twice as many tokens, less exactly)",
+        choices=("auto", "fp8_e4m3", "fp8_e5m2"),
+        group="memory",
+    )
     pool_tokens: int = _opt(0, "token slots of the KV pool (0: as many as mem_fraction allows)", low=0, group="memory")
     mem_fraction: float = _opt(
         0.0,

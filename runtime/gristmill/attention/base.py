@@ -57,11 +57,13 @@ class AttentionBackend(ABC):
     """
 
     layer_ops: ClassVar[str] = "kernels"  # which set of gristmill.layers.ops the model runs with
+    float8_caches: ClassVar[bool] = False  # whether the pool may hold 8-bit floats
     captures: ClassVar[bool] = False  # whether decode steps may be captured in a graph
     graph_kv_tokens = 0  # most KV tokens of a captured step; set before the first capture
 
-    def __init__(self, config: ModelConfig, pool: KVPool | LatentPool) -> None:
-        self.config, self.pool = config, pool
+    def __init__(self, config: ModelConfig, pool: KVPool | LatentPool, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of q, k and v, by default that of the pool."""
+        self.config, self.pool, self.dtype = config, pool, dtype or pool.dtype
 
     @classmethod
     @abstractmethod

@@ -38,20 +38,20 @@ class KernelBackend(AttentionBackend):
     """Dense and latent attention over CSR lists of slots. `family` names the implementations to use; None: the best of the device."""
 
     family: ClassVar[str | None] = None
-    captures = True
+    captures = float8_caches = True
 
-    def __init__(self, config: ModelConfig, pool: KVPool | LatentPool) -> None:
-        super().__init__(config, pool)
+    def __init__(self, config: ModelConfig, pool: KVPool | LatentPool, dtype: torch.dtype | None = None) -> None:
+        super().__init__(config, pool, dtype)
         self.device, self._families = pool.device, dict[str, str]()
         self._kv_indices, self._qo_indptr = (self._op(name, (self.device,)) for name in ("kv_indices", "qo_indptr"))
-        dtype = pool.dtype
+        dtype, cached = self.dtype, pool.dtype
         if isinstance(pool, LatentPool):
-            latent = (self.device, dtype, dtype, pool.latent_dim, pool.rope_dim, config.num_heads)
-            self._mla_store, self._mla_decode = self._op("mla_store", (self.device, dtype, dtype)), self._op("mla_decode", latent)
+            latent = (self.device, dtype, cached, pool.latent_dim, pool.rope_dim, config.num_heads)
+            self._mla_store, self._mla_decode = self._op("mla_store", (self.device, dtype, cached)), self._op("mla_decode", latent)
             return
         dim = config.head_dim
-        dense = (self.device, dtype, dtype, dim, dim, config.num_heads, config.num_kv_heads)
-        self._store = self._op("store_kv", (self.device, dtype, dtype))
+        dense = (self.device, dtype, cached, dim, dim, config.num_heads, config.num_kv_heads)
+        self._store = self._op("store_kv", (self.device, dtype, cached))
         self._decode, self._extend = self._op("decode_attention", dense), self._op("extend_attention", dense)
 
     def _op(self, name: str, key: tuple[Any, ...]) -> Callable[..., None]:

@@ -195,7 +195,7 @@ class Detokenizer:
 def run(config: LaunchConfig, context: zmq.Context, stop: threading.Event) -> None:
     """Run process C until the reply to a shutdown has passed or `stop` is set. Raises ModelError and ProtocolError."""
     ends = Endpoints(config.endpoint_prefix)
-    tokenizer = load_tokenizer(config.model_path)
+    tokenizer = load_tokenizer(config.model_path, config.made_up_tokens)
     inbox = Pull(context, ends.b_to_c)
     outbox = Push(context, ends.c_to_a, "detokenizer")
     tracer = open_tracer(config.trace_dir, "detokenizer")

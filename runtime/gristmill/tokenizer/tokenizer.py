@@ -230,14 +230,18 @@ class Tokenizer:
         return before, after
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, made_up: int = 0) -> Tokenizer:
     """The tokenizer of the model at `path`: a directory with tokenizer.json, a .gguf file, or "null:<ms>[:<vocabulary>]".
+
+    With `made_up`, a directory without a tokenizer gets one of so many made-up words.
 
     Raises ModelError, one sentence, when it is missing, unreadable or of an unsupported kind.
     """
     if str(path).startswith("null:"):
         return _for_null_worker(str(path))
     path = Path(path)
+    if made_up and path.is_dir() and not (path / "tokenizer.json").exists():
+        return _made_up(str(path), made_up)
     if path.is_dir():
         return _from_directory(path)
     if path.suffix == ".gguf":
@@ -255,16 +259,19 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _for_null_worker(path: str) -> Tokenizer:
-    """Three control tokens, the 256 bytes, then made-up words up to the vocabulary of a null worker (worker/null.py)."""
     size = path.split(":")[2:]
-    wanted = int(size[0]) if size and size[0].isdecimal() else 600
+    return _made_up(path, int(size[0]) if size and size[0].isdecimal() else 600)
+
+
+def _made_up(where: str, wanted: int) -> Tokenizer:
+    """Three control tokens, the 256 bytes, then made-up words up to the vocabulary of a null worker (worker/null.py) or a dummy model."""
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), *(f"\u0120w{i}" for i in range(wanted))][:wanted]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.add_special_tokens(tokens[:3])
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    return Tokenizer(backend, where=path, named={"eos_token": tokens[-1] if wanted < 3 else "<|im_end|>"}, chat_template=template)
+    return Tokenizer(backend, where=where, named={"eos_token": tokens[-1] if wanted < 3 else "<|im_end|>"}, chat_template=template)
 
 
 def _from_directory(folder: Path) -> Tokenizer:

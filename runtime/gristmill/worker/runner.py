@@ -36,6 +36,9 @@ from gristmill.worker.work import work_of
 log = logging.getLogger(__name__)
 
 
+_KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
 class Forwarded:
     """A step between its forward pass and its sampling."""
 
@@ -90,9 +93,13 @@ class ModelRunner:
         self.device = options.device
         self.launches = self.device != "cpu"
         self.dtype, dtype_reason = resolve_dtype(options.dtype, self.device)
+        self.kv_dtype = self.dtype if options.kv_dtype == "auto" else _KV_DTYPES[options.kv_dtype]
         self.max_context = context_limit(self.config, options)
         self.max_reqs = options.max_running
         self._backend_class, backend_reason = choose(options.attention_backend, self.config, self.device, self.dtype)
+        if self.kv_dtype != self.dtype and not self._backend_class.float8_caches:
+            name = getattr(self._backend_class, "registered_name", "this")
+            raise OptionError(f"--kv-dtype {options.kv_dtype} cannot be used: attention backend {name} reads no 8-bit floats")
         torch_only = self._backend_class.layer_ops == "torch"
         ops: LayerOps = TorchOps(self.device) if torch_only else KernelOps(self.config, self.dtype, self.device)
         self.model = build_model(self.config, ops, self.dtype, self.max_context)
@@ -116,7 +123,8 @@ class ModelRunner:
             "implementations": ops.families | self.backend.families(),
             "threads": torch.get_num_threads(),
             "graphs": options.graphs if self.graphs is not None else "off",
-            "kv_bytes_per_token": bytes_per_token(self.config, self.dtype),
+            "kv_dtype": str(self.kv_dtype).removeprefix("torch."),
+            "kv_bytes_per_token": bytes_per_token(self.config, self.kv_dtype),
             "load_s": round(loaded - started, 3),
         }
         self._log_loaded(Path(model_path).name, loaded - started)
@@ -146,7 +154,7 @@ class ModelRunner:
             fraction = 1.0  # of the room that is left
         return pool_sizes(
             self.config,
-            self.dtype,
+            self.kv_dtype,
             pool_tokens=options.pool_tokens,
             memory_fraction=fraction,
             page_size=options.page_size,
@@ -166,8 +174,8 @@ class ModelRunner:
 
     def _make_pools(self, sizes: PoolSizes, *, for_rehearsal: bool = False) -> None:
         page_size = 1 if for_rehearsal else self.options.page_size
-        self.pool = KVPool(self.config, sizes, page_size, self.dtype, self.device)
-        self.backend: AttentionBackend = self._backend_class(self.config, self.pool)
+        self.pool = KVPool(self.config, sizes, page_size, self.kv_dtype, self.device)
+        self.backend: AttentionBackend = self._backend_class(self.config, self.pool, self.dtype)
         self.tables = RequestTables(self.max_reqs, self.max_context, 2 if sizes.window else 1, self.device)
         if self.launches and not for_rehearsal and self.options.graphs != "off" and self.backend.captures:
             self.graphs = DecodeGraphs(self.model, self.backend, self.tables, self.max_reqs, sizes.full)
