@@ -6,15 +6,17 @@ PIP_ARGS ?=
 JOBS ?= 2
 PLATFORM ?= cpu
 FUZZ_SCHEDULES ?= 20000
+GPU_TESTS := tests/gpu tests/runtime/worker tests/runtime/models tests/e2e/test_greedy_equality.py tests/e2e/test_window_pool.py
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help dev demo test lint format fuzz bench wheel clean
+.PHONY: help dev demo test test-gpu lint format fuzz bench wheel clean
 help:
 	@echo "make demo    build everything, serve SmolLM2-135M and ask it a question"
 	@echo "make test    lint, then every test that this machine can run"
+	@echo "make test-gpu   kernels and engine on this machine's GPU"
 	@echo "make dev     editable install of kernels and runtime in $(VENV)"
 	@echo "make lint    ruff, mypy, clang-format      make format   apply them"
 	@echo "make fuzz    many more random schedules of the step protocol"
@@ -44,6 +46,11 @@ demo: install
 
 test: dev lint
 	$(BIN)/python -m pytest -q tests
+
+# What differs on a GPU: kernels, worker, models and the whole engine, on the device that --device auto finds; skips where there is none.
+test-gpu:
+	$(MAKE) dev PLATFORM=cuda
+	$(BIN)/python -m pytest -q $(GPU_TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -75,7 +75,7 @@ class DirectRunner:
         self.steps += 1
         with torch.inference_mode():
             forwarded = self.runner.forward(step)
-            logits = None if forwarded.logits is None else forwarded.logits.clone()
+            logits = None if forwarded.logits is None else forwarded.logits.to("cpu", copy=True)
             result = self.runner.sample(forwarded, None if mask is None else self._mask(step.step, mask)).wait()
         emitted = 0
         for i, row in enumerate(rows):

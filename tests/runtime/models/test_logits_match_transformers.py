@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.devices import BACKENDS, KERNELS
 from tests.support.direct_runner import DirectRunner
 from tests.support.tiny_model import make_tiny_model
 
@@ -23,7 +24,6 @@ VARIANTS = {
     "qwen3": ("qwen3", {}),
     "qwen3 with wide heads and biases": ("qwen3", {"head_dim": 32, "extra_config": {"attention_bias": True}}),
 }
-BACKENDS = ("torch_native", "cpu")
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -72,6 +72,6 @@ def test_decode_with_neighbours(case, backend):
 
 def test_both_backends_really_differ(case):
     folder, _, _ = case
-    native, torch_only = (DirectRunner(folder, attention_backend=name).runner for name in ("cpu", "torch_native"))
+    native, torch_only = (DirectRunner(folder, attention_backend=name).runner for name in (KERNELS, "torch_native"))
     assert native.model.ops.name == "kernels" and torch_only.model.ops.name == "torch"
     assert set(torch_only.caps["implementations"].values()) == {"torch"}

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gristmill.errors import ModelError
+from tests.support.devices import BACKENDS
 from tests.support.direct_runner import DirectRunner
 from tests.support.tiny_model import TIE_SPELLINGS, load_weights, make_tiny_model
 
@@ -27,7 +28,7 @@ def reference(folder) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([IDS])).logits[0, -1]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch_native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tie", TIE_SPELLINGS)
 def test_spelling(tie, backend, tmp_path):
     folder = make_tiny_model(tmp_path / "m", tie=tie)

@@ -16,6 +16,7 @@ from gristmill.messages import NO_TOKEN, Control, Done, Mask, NewReq, Ready, Res
 from gristmill.options import Options
 from gristmill.transport import Endpoints, Pull, Push
 from gristmill.worker import null, process
+from tests.support.devices import KERNELS
 from tests.support.direct_runner import DirectRunner
 
 WAIT_MS = 60_000
@@ -86,7 +87,7 @@ def test_ready_tells_pools_and_capabilities(model_dir, start):
     assert (ready.rank, ready.max_reqs, ready.max_context) == (0, 8, 512)
     assert [(p.kind, p.slots, p.page_size) for p in ready.pools] == [("full", 496, 16)]
     assert ready.caps["vocab_size"] == 600 and ready.caps["dtype"] == "float32"
-    assert ready.caps["attention_backend"] == "cpu" and ready.caps["attention_backend_reason"]
+    assert ready.caps["attention_backend"] == KERNELS and ready.caps["attention_backend_reason"]
     assert set(ready.caps["implementations"]) >= {"rms_norm", "decode_attention", "extend_attention", "packed_linear"}
 
 

@@ -15,6 +15,7 @@ from gristmill.loading.config import load_config
 from gristmill.options import Options
 from gristmill.worker.kv_pool import KVPool, PoolSizes, bytes_per_token, pool_sizes
 from gristmill.worker.runner import context_limit, resolve_dtype
+from tests.support.devices import BACKENDS
 from tests.support.direct_runner import DirectRunner
 
 
@@ -92,7 +93,7 @@ def test_dtype_of_auto_comes_with_a_reason():
     assert dtype in (torch.float32, torch.bfloat16) and "bfloat16" in reason
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch_native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_follows_float32(backend, model_dir):
     rows = {}
     for dtype in ("float32", "bfloat16"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gristmill.tokenizer.tokenizer import load_tokenizer
+from tests.support.devices import KERNELS
 from tests.support.direct_runner import DirectRunner
 from tests.support.oracle import check_same, greedy, load_gguf_oracle
 
@@ -39,7 +40,7 @@ def runs(smollm2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "chunk"), [("cpu", 4), ("torch_native", 0)])
+@pytest.mark.parametrize(("backend", "chunk"), [(KERNELS, 4), ("torch_native", 0)])
 def test_greedy_tokens(smollm2, runs, backend, chunk):
     torch.set_num_threads(2)
     driver = DirectRunner(smollm2, attention_backend=backend, context_length=512)
