@@ -47,9 +47,9 @@ class LatentLayer(NamedTuple):
 class AttentionBackend(ABC):
     """Attention over a paged KV pool for one model on one device.
 
-    `prepare` runs once per step; the forward methods then run once per layer. They first write the rows' own
-    k and v to the pool, so that attention reads keys from there alone. q is [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim],
-    possibly strided; the result goes to `out` [T, num_heads, head_dim].
+    `prepare` runs once per step; the forward methods then run once per layer. They first write the rows' own k and v to the pool (unless
+    rotate_and_store did), so that attention reads keys from there alone. q is [T, num_heads, head_dim], k and v are [T, num_kv_heads,
+    head_dim], possibly strided; the result goes to `out` [T, num_heads, head_dim].
 
     Captured graphs (worker/graphs.py) hold decode steps. `prepare(batch, in_graph=True)` is part of what is captured: it must work on the
     device alone, for any lengths that sum up to at most `graph_kv_tokens`. A backend that has to plan on the host does so in `plan_graph`,
@@ -74,15 +74,29 @@ class AttentionBackend(ABC):
     def prepare(self, batch: ForwardBatch, *, in_graph: bool = False) -> None:
         """Build this step's metadata into batch.attention."""
 
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+    ) -> bool:
+        """Apply the rotary embedding to q and k in place and store k and v, in one go, if this backend can: the forward method that follows
+        must then get None as k and v. False, and nothing done, if it cannot."""
+        return False
+
     @abstractmethod
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         """Prefill, chunk and verify rows: the queries of a row see all earlier positions and, causally, each other."""
 
     @abstractmethod
     def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         """One query per row."""
 

@@ -51,6 +51,8 @@ class KernelBackend(AttentionBackend):
             return
         dim = config.head_dim
         dense = (self.device, dtype, cached, dim, dim, config.num_heads, config.num_kv_heads)
+        rotary = (self.device, dtype, cached, dim, dim)  # worth a launch less where a launch is what it costs
+        self._rotate_and_store = None if self.device == "cpu" else self._op("apply_rope_store_kv", rotary)
         self._store = self._op("store_kv", (self.device, dtype, cached))
         self._decode, self._extend = self._op("decode_attention", dense), self._op("extend_attention", dense)
 
@@ -105,16 +107,37 @@ class KernelBackend(AttentionBackend):
 
     # --- dense
 
-    def _store_own(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> tuple[_Metadata, Any]:
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+    ) -> bool:
+        if self._rotate_and_store is None:
+            return False
+        assert isinstance(self.pool, KVPool)
+        meta: _Metadata = batch.attention[layer.window_left >= 0]
+        caches = self.pool.layer(layer.layer_id)
+        self._rotate_and_store(q, k, *caches, v, batch.positions, cos_sin_cache, meta.out_slots, is_neox)
+        return True
+
+    def _store_own(
+        self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch
+    ) -> tuple[_Metadata, Any]:
         """Write the step's own keys and values to the layer's pool; returns the lists of that pool and its tensors."""
         assert isinstance(self.pool, KVPool)
         meta: _Metadata = batch.attention[layer.window_left >= 0]
         caches = self.pool.layer(layer.layer_id)
-        self._store(*caches, k, v, meta.out_slots)
+        if k is not None:
+            self._store(*caches, k, v, meta.out_slots)
         return meta, caches
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         meta, caches = self._store_own(k, v, layer, batch)
         self._extend(
@@ -123,7 +146,7 @@ class KernelBackend(AttentionBackend):
         )  # fmt: skip
 
     def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         meta, caches = self._store_own(k, v, layer, batch)
         self._decode(

@@ -52,9 +52,9 @@ class TorchNativeBackend(AttentionBackend):
         return rows
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
-        assert isinstance(self.pool, KVPool)
+        assert isinstance(self.pool, KVPool) and k is not None and v is not None
         rows, out_slots = batch.attention[layer.window_left >= 0]
         k_cache, v_cache = self.pool.layer(layer.layer_id)
         k_cache[out_slots], v_cache[out_slots] = k, v

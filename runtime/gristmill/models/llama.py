@@ -76,9 +76,12 @@ class LlamaAttention(nn.Module):
         self._qkv(act.hidden, act.qkv)
         q, k = act.q, act.k
         self.normalise(q, k)
-        self._rope(q, k, batch.positions, cos_sin, True)
         attend = backend.forward_decode if batch.is_decode else backend.forward_extend
-        attend(q, k, act.v, self.layer, batch, act.attention_heads)
+        if backend.rotate_and_store(q, k, act.v, cos_sin, True, self.layer, batch):
+            attend(q, None, None, self.layer, batch, act.attention_heads)
+        else:
+            self._rope(q, k, batch.positions, cos_sin, True)
+            attend(q, k, act.v, self.layer, batch, act.attention_heads)
         self._out(act.attention, act.hidden)
 
 
