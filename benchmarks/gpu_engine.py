@@ -23,7 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import gristmill
+from benchmarks.gpu.timeline import svg
 from gristmill.messages import NewReq, SamplingParams, Step, Write, ints
 from gristmill.options import Options
 from gristmill.worker.runner import ModelRunner
@@ -38,6 +41,7 @@ class Driver:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.number = 0
+        self.traces: dict[str, list[tuple[float, float, str]]] = {}
         self.slots = np.random.default_rng(0).permutation(runner.pool.slots).astype(np.int32)
 
     def step(self, q_lens: Sequence[int], kv_lens: Sequence[int], new: Sequence[NewReq] = (), slots: np.ndarray | None = None) -> Any:
@@ -171,6 +175,7 @@ def measure_decode(driver: Driver, rows: int, context: int, bandwidth: float) ->
     for name, depth in (("overlap", 2), ("normal", 1)):
         work = trace_of(lambda depth=depth: driver.decode(rows, context, 16, depth))
         row[name]["gpu_idle"] = idle_share(_steady(work))
+        driver.traces[name] = _steady(work)
     row["kernels"] = kernels_of(work, 16)
     return row
 
@@ -189,6 +194,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", default="lazy", choices=("lazy", "start", "off"))
     parser.add_argument("--json", default="")
+    parser.add_argument("--timeline", default="", help="write a picture of the last batch size's decode steps to this SVG file")
     arguments = parser.parse_args()
     options = Options(
         model=arguments.model, device="cuda", dtype="bfloat16", load_format="dummy", attention_backend=arguments.backend,
@@ -222,8 +228,16 @@ def main() -> None:
         print(f"prefill 8 x 2048: {report['prefill_8x2048_tokens_s']:.0f} tokens/s")
         for kernel in report["prefill_kernels"][:10]:
             print(f"    {kernel['us_per_step']:9.1f} us  {kernel['calls']:4d}x  {kernel['name']}")
+    if arguments.timeline:
+        titles = {"normal": "decode without overlap", "overlap": "decode with overlap"}
+        picture = svg([(f"{title}, batch {rows}", first_ms(driver.traces[name], 40)) for name, title in titles.items()])
+        Path(arguments.timeline).write_text(picture)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def first_ms(work: list[tuple[float, float, str]], most: float) -> list[tuple[float, float, str]]:
+    return [event for event in work if event[1] - work[0][0] <= most * 1e3]
 
 
 def print_decode(row: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from gristmill import resources
+from gristmill import device, resources
 from gristmill.catalogue import CATALOGUE, installed_path
 from gristmill.errors import GristmillError
 from gristmill.logs import escape
@@ -115,13 +115,25 @@ def _torch() -> Iterator[Finding]:
         yield Finding(FAIL, "torch", f"{version} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}, which the kernels are built for")
     else:
         yield Finding(OK, "torch", f"{version}, imported in {time.monotonic() - start:.1f} s")
-    built_for = torch.version.cuda or getattr(torch.version, "hip", None)
-    if built_for and not torch.cuda.is_available():
-        yield Finding(
-            OK, "accelerator", f"torch is built for CUDA or ROCm {built_for}, and no such device is usable here; gristmill runs on the CPU"
-        )
+    yield from _accelerator(torch)
+
+
+def _accelerator(torch: Any) -> Iterator[Finding]:
+    """The GPU that --device auto takes, or why the CPU is used."""
+    reason = device.why_no_cuda()
+    if reason is not None:
+        yield Finding(OK, "accelerator", f"none is used, models run on the CPU: {reason}")
+        return
+    if not torch.cuda.is_available():
+        yield Finding(WARN, "accelerator", "the NVIDIA driver shows a device that torch cannot use; --device cpu runs models on the CPU")
+        return
+    facts = torch.cuda.get_device_properties(0)
+    gpu = importlib.import_module("gristmill_kernels").capabilities()["native_gpu"]
+    about = f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+    if gpu["reason"]:
+        yield Finding(WARN, "accelerator", f"{about}; without C++ kernels, Triton's are used: {gpu['reason']}")
     else:
-        yield Finding(OK, "accelerator", "not used: this version of gristmill runs models on the CPU")
+        yield Finding(OK, "accelerator", about)
 
 
 def _kernels() -> Iterator[Finding]:
