@@ -196,6 +196,8 @@ def main() -> None:
     parser.add_argument("--json", default="")
     parser.add_argument("--timeline", default="", help="write a picture of the last batch size's decode steps to this SVG file")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs an NVIDIA GPU, and torch sees none")
     options = Options(
         model=arguments.model, device="cuda", dtype="bfloat16", load_format="dummy", attention_backend=arguments.backend,
         context_length=4096, graphs=arguments.graphs,

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     "attention benchmark": ["benchmarks/gpu_kernels.py"],
     "memory benchmark": ["benchmarks/gpu_kernels.py", "--memory"],
+    "engine benchmark": ["benchmarks/gpu_engine.py"],
     "conformance": ["-m", "tests.gpu.conformance"],
 }
 
