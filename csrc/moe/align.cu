@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kAlignThreads) count_kernel(const Problem p) {
   const int32_t experts = p.entries.experts;
   int32_t* const counts = dynamic_shared<int32_t>();
   clear(counts, experts);
+  follow_previous_kernel();
   sync_block();
   count_chunk(p, counts);
   sync_block();
@@ -161,7 +162,9 @@ __device__ void store_the_rest(const Problem& p, const Shared& shared) {
   const int lane = thread_index() % kLanes, groups = static_cast<int>(gridDim.x) * kGroups;
   for (int e = static_cast<int>(blockIdx.x) * kGroups + thread_index() / kLanes; e < experts; e += groups) {
     const int32_t begin = shared.starts[e], end = shared.starts[e + 1];
+#pragma unroll 1
     for (int32_t b = begin + lane; b < end; b += kLanes) p.owners[b] = e;
+#pragma unroll 1
     for (int32_t i = begin * p.block_size + shared.totals[e] + lane; i < end * p.block_size; i += kLanes) {
       p.sorted[i] = none;
     }
@@ -180,6 +183,7 @@ __global__ void __launch_bounds__(kAlignThreads) align_kernel(const Problem p) {
   const Shared shared(p.entries.experts);
   clear(shared.totals, p.entries.experts);
   clear(shared.next, p.entries.experts);
+  follow_previous_kernel();
   sync_block();
   if constexpr (kAlone) {
     count_chunk(p, shared.totals);
@@ -213,15 +217,18 @@ void align_block_size(const Tensor& sorted_token_ids, const Tensor& expert_ids, 
             nullptr};
   const Launch launch(topk_ids);
   const size_t bytes = Shared::bytes(entries.experts);
-  if (entries.count <= kAloneIds) return launch(align_kernel<true>, dim3(1), dim3(kAlignThreads), bytes, p);
+  if (entries.count <= kAloneIds) {
+    return launch.early_shared<align_kernel<true>>(dim3(1), dim3(kAlignThreads), bytes, p);
+  }
   const int32_t whole_rounds = (entries.count + kMaxChunks * kAlignThreads - 1) / (kMaxChunks * kAlignThreads);
   p.chunk = std::max<int32_t>(kAloneIds, whole_rounds * kAlignThreads);
   p.chunks = (entries.count + p.chunk - 1) / p.chunk;
   const Tensor counts = torch::stable::new_empty(topk_ids, {int64_t{p.chunks} * num_experts}, ScalarType::Int);
   p.counts = mutable_data<int32_t>(counts);
   const dim3 grid(static_cast<unsigned>(p.chunks));
-  launch(count_kernel, grid, dim3(kAlignThreads), sizeof(int32_t) * static_cast<size_t>(num_experts), p);
-  launch(align_kernel<false>, grid, dim3(kAlignThreads), bytes, p);
+  const size_t count_bytes = sizeof(int32_t) * static_cast<size_t>(num_experts);
+  launch.early_shared<count_kernel>(grid, dim3(kAlignThreads), count_bytes, p);
+  launch.early_shared<align_kernel<false>>(grid, dim3(kAlignThreads), bytes, p);
 }
 
 }  // namespace gristmill::gpu

@@ -30,8 +30,7 @@ struct Problem {
   bool aligned;
   int group_size;
   float groups_per_expert;
-  int group_shift;    // two to this power lanes share the work on a group
-  int shared_floats;  // of each warp
+  int group_shift;  // two to this power lanes share the work on a group
 };
 
 // What a lane holds of a row: packs of neighbouring experts.
@@ -208,6 +207,10 @@ __device__ int choose(Best&& best, int top_k) {
 
 template <typename T, int kValues>
 __global__ void __launch_bounds__(kRoutingThreads) route_kernel(const Problem<T> p) {
+  constexpr int kGroupFloats = (kValues + 1) * kWarp;  // of each warp: a row and a gap for each lane
+  constexpr int kAllFloats = kRoutingWarps * kGroupFloats;
+  GRISTMILL_SHARED(float, groups, kAllFloats);
+  follow_previous_kernel();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRoutingWarps + warp_index();
   if (row >= p.rows) return;
   const Routing& routing = p.routing;
@@ -221,7 +224,7 @@ __global__ void __launch_bounds__(kRoutingThreads) route_kernel(const Problem<T>
     total = held.softmax_total(largest);
   }
   if (p.bias.given()) held.add(biases, routing.sigmoid, largest, total);
-  if (routing.num_groups > 1) keep_best_groups(p, held, dynamic_shared<float>() + warp_index() * p.shared_floats);
+  if (routing.num_groups > 1) keep_best_groups(p, held, groups + warp_index() * kGroupFloats);
 
   const int lane = lane_index();
   const bool words = sizeof(T) == 2 && !p.bias.given();
@@ -242,14 +245,11 @@ __global__ void __launch_bounds__(kRoutingThreads) route_kernel(const Problem<T>
 template <typename T, int kValues>
 void launch_route(const Launch& launch, Problem<T> p, const Tensor& logits) {
   p.aligned = steps_by(logits, Held<T, kValues>::kPack * static_cast<int64_t>(sizeof(T)));
-  const bool grouped = p.routing.num_groups > 1;
   p.group_size = p.experts / p.routing.num_groups;
   p.groups_per_expert = 1.0f / static_cast<float>(p.group_size);
   p.group_shift = std::bit_width(static_cast<unsigned>(kWarp)) -
                   std::bit_width(std::bit_ceil(static_cast<unsigned>(p.routing.num_groups)));
-  p.shared_floats = grouped ? p.experts + (p.routing.num_groups << p.group_shift) : 0;
-  launch(route_kernel<T, kValues>, blocks_for(p.rows, kRoutingWarps), dim3(kRoutingThreads),
-         sizeof(float) * static_cast<size_t>(kRoutingWarps * p.shared_floats), p);
+  launch.early<route_kernel<T, kValues>>(blocks_for(p.rows, kRoutingWarps), dim3(kRoutingThreads), p);
 }
 
 void route(const Tensor& weights, const Tensor& ids, const Tensor& logits, const OptionalTensor& bias,
@@ -270,7 +270,6 @@ void route(const Tensor& weights, const Tensor& ids, const Tensor& logits, const
                        false,
                        1,
                        1.0f,
-                       0,
                        0};
     const Launch launch(logits);
     if (p.experts <= 2 * kWarp) return launch_route<T, 2>(launch, p, logits);
