@@ -1,4 +1,4 @@
-"""With a GPU, the conformance suite of every family on it and the rows of skinny_linear; without one, skipped."""
+"""With a GPU, the conformance suite of every family on it, the rows of skinny_linear, and routing in a graph; without one, skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gristmill_kernels import dispatch
+from gristmill_kernels import align_block_size, dispatch, topk_softmax
 from tests.kernels import hostile_indices, skinny_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,3 +48,30 @@ def test_index_ops_make_of_nonsense_what_the_model_says(family: str, seed: int) 
     if reason is not None:
         pytest.skip(reason)
     assert hostile_indices.check(lambda name, _: dispatch.overload(name, family), seed, 40, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [64, 700], ids=["one launch sorts", "two launches sort"])
+def test_routing_is_captured_and_replayed_with_other_logits(tokens: int, seed: int) -> None:
+    reason = dispatch.why_not("align_block_size", "native", ("cuda",))
+    if reason is not None:
+        pytest.skip(reason)
+    source, logits = torch.Generator().manual_seed(seed), torch.zeros(tokens, 64, dtype=torch.bfloat16, device="cuda")
+
+    def route(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights, ids = topk_softmax(rows, 4, True)
+        return weights, ids, *align_block_size(ids, 64, 16)
+
+    with dispatch.using("native"):
+        route(logits)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            weights, *lists = route(logits)
+    for _ in range(3):
+        rows = torch.randn(tokens, 64, generator=source).bfloat16()
+        logits.copy_(rows)
+        graph.replay()
+        with dispatch.using("reference"):
+            expected, *expected_lists = route(rows)
+        torch.testing.assert_close(weights.cpu(), expected, rtol=1e-5, atol=0)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(lists, expected_lists))
