@@ -203,7 +203,7 @@ struct Kernels {
   template <int kPacks, bool kPlain>
   void wide(const Launch& launch, int packs_each) const {
     auto kernel = wide_kernel<T, To, kPacks, kPlain>;
-    if constexpr (Float8<To> && kPacks != kManyPacks) {
+    if constexpr (Float8<To>) {
       if (problem.given != nullptr) kernel = given_kernel<T, To, kPacks, kPlain>;
     }
     launch(kernel, dim3(static_cast<unsigned>(problem.units)), dim3(static_cast<unsigned>(threads(packs_each))), 0,
@@ -212,10 +212,9 @@ struct Kernels {
   void wide(const Launch& launch) const {
     const bool few = problem.given != nullptr || problem.units < 2 * launch.processors();
     if (few && packs <= int64_t{kFewPacks} * kMaxThreads) return wide<kFewPacks, true>(launch, kFewPacks);
-    if (problem.given == nullptr && packs <= int64_t{kManyPacks} * kMaxThreads) {
-      return wide<kManyPacks, true>(launch, few ? kFewPacks : kManyPacks);
-    }
-    wide<0, true>(launch, kFewPacks);
+    const int packs_each = few ? kFewPacks : kManyPacks;
+    packs <= int64_t{kManyPacks} * kMaxThreads ? wide<kManyPacks, true>(launch, packs_each)
+                                               : wide<0, true>(launch, packs_each);
   }
 
   void run(const Launch& launch) const {
