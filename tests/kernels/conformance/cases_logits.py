@@ -60,7 +60,7 @@ def greedy_cases() -> list[Case]:
     return (
         cases
         + [_greedy("ties", ties, 300, dtype, "dense") for dtype in DTYPES]
-        + [_greedy("alone", row, row.shape[1], dtype, "ragged") for dtype in DTYPES for row in lonely_rows()]
+        + [_greedy(f"alone-{number}", row, row.shape[1], dtype, "ragged") for dtype in DTYPES for number, row in enumerate(lonely_rows())]
         + [_greedy("none", torch.zeros(0, 9), 9, torch.float32, "dense")]
     )
 
