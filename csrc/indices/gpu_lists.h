@@ -17,15 +17,25 @@ inline constexpr int kListRound = 4;  // entries of a thread that are loaded bef
 inline constexpr int64_t kListChunk = kListThreads * kListRound;
 inline constexpr int64_t kBlocksPerProcessor = 4;
 
-// Tokens in a page, at most kLargestPage.
+// Tokens in a page, at most kLargestPage. A division by it is a multiplication, which is exact for numbers n below
+// 2^31: with 2^(s-1) < tokens <= 2^s the multiplier is at most 1 above 2^(31+s) / tokens, so that n * multiplier /
+// 2^(31+s) lies above n / tokens by less than 1 / tokens.
 struct PageSize {
-  uint32_t tokens;
+  uint32_t tokens, multiplier;
+  int shift;
 
-  explicit PageSize(int64_t checked) : tokens(static_cast<uint32_t>(checked)) {}
+  explicit PageSize(int64_t checked) : tokens(static_cast<uint32_t>(checked)), shift(31) {
+    while (int64_t{1} << (shift - 31) < checked) ++shift;
+    multiplier = static_cast<uint32_t>((uint64_t{1} << shift) / tokens + 1);
+  }
 
   // All for lengths and slots of at least 0.
-  __device__ int32_t page_of(int32_t slot) const { return static_cast<int32_t>(static_cast<uint32_t>(slot) / tokens); }
-  __device__ int32_t within(int32_t slot) const { return static_cast<int32_t>(static_cast<uint32_t>(slot) % tokens); }
+  __device__ int32_t page_of(int32_t slot) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(static_cast<uint32_t>(slot)) * multiplier >> shift);
+  }
+  __device__ int32_t within(int32_t slot) const {
+    return static_cast<int32_t>(static_cast<uint32_t>(slot) - static_cast<uint32_t>(page_of(slot)) * tokens);
+  }
   __device__ int32_t pages(int32_t length) const { return page_of(length) + (within(length) > 0); }
   // Tokens in the last page; 0 for an empty request.
   __device__ int32_t filled(int32_t length) const { return length > 0 ? within(length - 1) + 1 : 0; }
@@ -61,24 +71,37 @@ inline dim3 list_grid(const Launch& launch, int64_t requests, int64_t longest) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
 
-// store(entry, change(load(entry))) for this block's of the `count` entries; each step for kListRound entries at once.
-template <typename Load, typename Change, typename Store>
-__device__ inline void each_entry(int64_t count, const Load& load, const Change& change, const Store& store) {
-  for (int64_t first = static_cast<int64_t>(blockIdx.y) * kListChunk + threadIdx.x; first < count;
-       first += static_cast<int64_t>(gridDim.y) * kListChunk) {
-    int32_t kept[kListRound];
+// A round of a block's entries of a list, kListRound of them in each thread.
+struct ListRound {
+  int64_t first = static_cast<int64_t>(blockIdx.y) * kListChunk + threadIdx.x;
+  int32_t kept[kListRound];
+
+  template <typename Load>
+  __device__ void load(int64_t count, const Load& load_one) {
 #pragma unroll
     for (int i = 0; i < kListRound; ++i) {
-      if (first + i * kListThreads < count) kept[i] = load(first + i * kListThreads);
+      if (first + i * kListThreads < count) kept[i] = load_one(first + i * kListThreads);
     }
+  }
+  template <typename Change, typename Store>
+  __device__ void store(int64_t count, const Change& change, const Store& store_one) {
 #pragma unroll
     for (int i = 0; i < kListRound; ++i) {
       if (first + i * kListThreads < count) kept[i] = change(kept[i]);
     }
 #pragma unroll
     for (int i = 0; i < kListRound; ++i) {
-      if (first + i * kListThreads < count) store(first + i * kListThreads, kept[i]);
+      if (first + i * kListThreads < count) store_one(first + i * kListThreads, kept[i]);
     }
+  }
+  __device__ void next() { first += static_cast<int64_t>(gridDim.y) * kListChunk; }
+};
+// store(entry, change(load(entry))) for this block's of the `count` entries.
+template <typename Load, typename Change, typename Store>
+__device__ inline void each_entry(int64_t count, const Load& load, const Change& change, const Store& store) {
+  for (ListRound round; round.first < count; round.next()) {
+    round.load(count, load);
+    round.store(count, change, store);
   }
 }
 struct Unchanged {
@@ -113,18 +136,23 @@ __global__ void __launch_bounds__(kListThreads)
   for (int64_t request = blockIdx.x; request < rows.requests; request += gridDim.x) {
     const Span span = lists.span(request);
     const int32_t* const slots = rows.row(request);
-    // Before the length decides anything, so that it and the other lengths are on their way at the same time.
+    const int64_t there = slots == nullptr ? 0 : entries_within(span.count, row_entries - span.first, INT64_MAX);
+    const auto load = [&](int64_t entry) { return slots[(span.first + entry) * lists.step()]; };
+    // The first entries are on their way while the sums are taken.
+    ListRound round;
+    round.load(there, load);
     before.advance(request, scratch, [&](int64_t other, int64_t (&sums)[1]) { sums[0] += lists.span(other).count; });
     const int64_t offset = before[0];
     if (writes_bounds) {
       indptr[request + 1] = static_cast<int32_t>(offset + span.count);
       lists.also_write(request);
     }
-    if (slots == nullptr) continue;
-    each_entry(
-        entries_within(span.count, row_entries - span.first, room - offset),
-        [&](int64_t entry) { return slots[(span.first + entry) * lists.step()]; }, lists,
-        [&](int64_t entry, int32_t value) { indices[offset + entry] = value; });
+    const int64_t count = entries_within(there, there, room - offset);
+    while (round.first < count) {
+      round.store(count, lists, [&](int64_t entry, int32_t value) { indices[offset + entry] = value; });
+      round.next();
+      round.load(count, load);
+    }
   }
 }
 

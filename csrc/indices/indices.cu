@@ -110,36 +110,13 @@ struct DraftLists {
   }
 };
 
-// Each entry of the prefix is loaded once, and stored for every step and branch.
-__device__ void write_prefixes(const DraftLists& lists, const int32_t* slots, int64_t columns, int64_t before,
-                               int64_t request, int32_t prefix) {
-  const int64_t count = min(int64_t{prefix}, columns);
-  for (int64_t first = static_cast<int64_t>(blockIdx.y) * kListChunk + threadIdx.x; first < count;
-       first += static_cast<int64_t>(gridDim.y) * kListChunk) {
-    int32_t kept[kListRound];
-#pragma unroll
-    for (int i = 0; i < kListRound; ++i) {
-      if (first + i * kListThreads < count) kept[i] = slots[first + i * kListThreads];
-    }
-    for (int64_t step = 0; step < lists.steps; ++step) {
-      for (int64_t branch = 0; branch < lists.topk; ++branch) {
-        const int64_t place = lists.offset(before, request, branch, prefix, step) + first;
-#pragma unroll
-        for (int i = 0; i < kListRound; ++i) {
-          if (first + i * kListThreads < count) lists.store(step, place + i * kListThreads, kept[i]);
-        }
-      }
-    }
-  }
-}
-
 // A branch's own tokens 0 to `step` end its list of that step, and the list's bound follows.
 __device__ void write_own_tokens(const DraftLists& lists, const int32_t* slots, int64_t columns, int64_t before,
                                  int64_t request, int32_t prefix) {
-  const int64_t units = lists.topk * lists.steps * lists.steps;
+  const int64_t units = (lists.steps * lists.topk - blockIdx.z + gridDim.z - 1) / gridDim.z * lists.steps;
   for (int64_t unit = threadIdx.x; unit < units; unit += kListThreads) {
-    const auto [pair, token] = divide(unit, lists.steps);
-    const auto [branch, step] = divide(pair, lists.steps);
+    const auto [of_block, token] = divide(unit, lists.steps);
+    const auto [step, branch] = divide(blockIdx.z + of_block * gridDim.z, lists.topk);
     const int64_t of_all = request * lists.topk + branch;
     const int64_t begin = lists.offset(before, request, branch, prefix, step) + prefix;
     if (token == 0) lists.indptr[step * lists.indptr_stride + of_all + 1] = static_cast<int32_t>(begin + step + 1);
@@ -152,11 +129,13 @@ __device__ void write_own_tokens(const DraftLists& lists, const int32_t* slots, 
   }
 }
 
+// Blocks z, z + gridDim.z, .. of the grid have the pairs of step and branch with these numbers: an entry of the prefix
+// is loaded once for all of a block's.
 __global__ void __launch_bounds__(kListThreads)
     draft_kernel(const DraftLists lists, const RequestRows rows, const int32_t* prefix_lens) {
   GRISTMILL_SHARED(int64_t, scratch, (SumsBefore<1, kListThreads>::kScratch));
   wait_for_previous_kernel();
-  if (blockIdx.x == 0 && blockIdx.y == 0) {
+  if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {
     for (int64_t step = threadIdx.x; step < lists.steps; step += kListThreads)
       lists.indptr[step * lists.indptr_stride] = 0;
   }
@@ -164,9 +143,21 @@ __global__ void __launch_bounds__(kListThreads)
   for (int64_t request = blockIdx.x; request < rows.requests; request += gridDim.x) {
     const int32_t prefix = max(prefix_lens[request], 0);
     const int32_t* const slots = rows.row(request);
+    const int64_t count = slots == nullptr ? 0 : min(int64_t{prefix}, rows.columns);
+    const auto load = [&](int64_t entry) { return slots[entry]; };
+    ListRound round;
+    round.load(count, load);
     before.advance(request, scratch, [&](int64_t other, int64_t (&sums)[1]) { sums[0] += max(prefix_lens[other], 0); });
-    if (slots != nullptr) write_prefixes(lists, slots, rows.columns, before[0], request, prefix);
     if (blockIdx.y == 0) write_own_tokens(lists, slots, rows.columns, before[0], request, prefix);
+    while (round.first < count) {
+      for (int64_t pair = blockIdx.z; pair < lists.steps * lists.topk; pair += gridDim.z) {
+        const auto [step, branch] = divide(pair, lists.topk);
+        const int64_t begin = lists.offset(before[0], request, branch, prefix, step);
+        round.store(count, Unchanged{}, [&](int64_t entry, int32_t slot) { lists.store(step, begin + entry, slot); });
+      }
+      round.next();
+      round.load(count, load);
+    }
   }
 }
 
@@ -217,8 +208,10 @@ void draft_kv_indices(const Tensor& indptr, const Tensor& indices, const Tensor&
                          indices.size(1),
                          steps,
                          topk};
-  launch.early<draft_kernel>(list_grid(launch, rows.requests, rows.columns), dim3(kListThreads), lists, rows,
-                             data<int32_t>(prefix_lens));
+  dim3 grid = list_grid(launch, rows.requests, rows.columns);
+  const int64_t blocks = kBlocksPerProcessor * launch.processors() / (int64_t{grid.x} * grid.y);
+  grid.z = static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, std::min<int64_t>(steps * topk, 65535)));
+  launch.early<draft_kernel>(grid, dim3(kListThreads), lists, rows, data<int32_t>(prefix_lens));
 }
 
 }  // namespace gristmill::gpu
