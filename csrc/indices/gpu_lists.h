@@ -15,7 +15,7 @@ namespace gristmill::gpu {
 inline constexpr int kListThreads = 256;
 inline constexpr int kListRound = 4;  // entries of a thread that are loaded before any of them is stored
 inline constexpr int64_t kListChunk = kListThreads * kListRound;
-inline constexpr int64_t kBlocksPerProcessor = 4;
+inline constexpr int64_t kBlocksPerProcessor = 6;  // as many as fit with 40 registers a thread
 
 // Tokens in a page, at most kLargestPage. A division by it is a multiplication, which is exact for numbers n below
 // 2^31: with 2^(s-1) < tokens <= 2^s the multiplier is at most 1 above 2^(31+s) / tokens, so that n * multiplier /
