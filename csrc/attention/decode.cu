@@ -12,266 +12,217 @@
 namespace gristmill::gpu {
 namespace {
 
-constexpr int kBlocksPerProcessor = 64;  // pieces beyond that many blocks are taken in turn
+// Pieces beyond so many warps are taken in turn. Several times as many as run at once, so that it is free warps that
+// take the next piece; not more, because a captured graph launches all that its capacity may need.
+constexpr int kWarpsPerProcessor = 32;
 
-// One block per request and query head. Pieces fall into kGroups groups, piece i into group i % kGroups; groups are
-// summed in the order of their pieces, then added in the order of the groups. So the result does not depend on how many
-// warps share the groups. Everything that a thread reads is asked for before the first answer is needed.
+// The pieces of one request and query head. Piece i from the first one that is seen on falls into group i % kGroups;
+// groups are summed in the order of their pieces, then added in the order of the groups, by whichever kernel.
+//
+// These kernels begin with nothing of their code in any cache, so it is short: loops that are not needed for having
+// many loads under way are not unrolled.
 constexpr int kGroups = 16;
 constexpr int kColumns = 4;  // per lane and step
-constexpr int kRound = 128;  // pieces weighed at once
+constexpr int kStep = kColumns * kWarp;
+using Part = Pack<float, kColumns>;
 
-struct MergeShape {
-  int32_t low, high;  // pieces of the request that have something to merge
-  int64_t first_piece;
-  int32_t head;
+struct MergeRow {
+  const DecodeProblem& p;
+  int32_t request, head, pieces;
+  const float *sums, *scores, *totals;  // of the first piece
+  uint32_t step;                        // of sums, from piece to piece
+
+  __device__ static MergeRow of(const DecodeProblem& p, int32_t request, int32_t head) {
+    const Cuts cuts = p.cuts(request);
+    const int64_t first = p.numbers.first(cuts.at, request) + cuts.low;
+    const float *const sums = p.sums(first, head), *const scores = p.largest(first) + head;
+    return {p,
+            request,
+            head,
+            cuts.high - cuts.low,
+            sums,
+            scores,
+            scores + p.max_pieces * p.num_qo_heads,
+            static_cast<uint32_t>(p.num_qo_heads) * static_cast<uint32_t>(p.head_dim_v)};
+  }
+
+  __device__ float largest_of(int32_t piece) const {
+    return scores[static_cast<uint64_t>(static_cast<uint32_t>(piece)) * static_cast<uint32_t>(p.num_qo_heads)];
+  }
+  __device__ float total_of(int32_t piece) const {
+    return totals[static_cast<uint64_t>(static_cast<uint32_t>(piece)) * static_cast<uint32_t>(p.num_qo_heads)];
+  }
+  // Zeros where there is no such piece.
+  __device__ Part part(int32_t piece, int32_t column) const {
+    const uint64_t at = static_cast<uint64_t>(static_cast<uint32_t>(piece)) * step;
+    return piece < pieces && column < p.head_dim_v ? load_pack<kColumns>(sums + at + column) : Part{};
+  }
+
+  struct Weighed {
+    float largest, base, total;  // total: of exponentials relative to base
+  };
+  // By all lanes of a warp.
+  __device__ Weighed weigh() const {
+    const float sink = p.sinks != nullptr ? p.sinks[head] * kLog2E : -INFINITY;
+    float most = sink;
+#pragma unroll 1
+    for (int32_t begin = lane_index(); begin - lane_index() < pieces; begin += 4 * kWarp) {
+      float some[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) some[i] = begin + i * kWarp < pieces ? largest_of(begin + i * kWarp) : -INFINITY;
+      most = fmaxf(most, fmaxf(fmaxf(some[0], some[1]), fmaxf(some[2], some[3])));
+    }
+    most = warp_max(most);
+    const float base = most == -INFINITY ? 0.0f : most;
+    float total = exp2_fast(sink - base);
+#pragma unroll 1
+    for (int32_t begin = 0; begin < pieces; begin += kWarp) {
+      const int32_t piece = begin + lane_index();
+      total += warp_sum(piece < pieces ? total_of(piece) * exp2_fast(largest_of(piece) - base) : 0.0f);
+    }
+    return {most, base, total};
+  }
+
+  __device__ float factor(const Weighed& weighed) const {
+    return p.v_scale / (weighed.total == 0 ? 1.0f : weighed.total);
+  }
+  template <typename T>
+  __device__ T* out() const {
+    return static_cast<T*>(p.out) + request * p.out_row + head * p.out_head;
+  }
+  // By one thread.
+  __device__ void write_lse(const Weighed& weighed) const {
+    if (p.lse == nullptr) return;
+    p.lse[request * p.lse_row + head * p.lse_head] =
+        weighed.total == 0 ? -INFINITY : (weighed.largest + log2f(weighed.total)) * kLn2;
+  }
 };
 
-// Weights of pieces [begin, end) relative to the largest score so far, into shared memory; returns the factor that
-// brings earlier results to it, and updates the total. Sums are taken over the first kRound threads alone, warp by
-// warp.
-template <int kWarps>
-__device__ float weigh(const DecodeProblem& p, const MergeShape& shape, int32_t begin, int32_t end, float* weights,
-                       float* scratch, float& largest, float& total) {
-  constexpr int kUsed = kRound / kWarp;
-  const int32_t mine = begin + thread_index();
-  const float one = mine < end ? p.largest(shape.first_piece + mine)[shape.head] : -INFINITY;
-  const float part = mine < end ? p.total(shape.first_piece + mine)[shape.head] : 0.0f;
-  const float most_of_warp = warp_max(one);
-  if (lane_index() == 0 && warp_index() < kUsed) scratch[warp_index()] = most_of_warp;
-  sync_block();
-  float most = largest;
-  for (int w = 0; w < kUsed; ++w) most = fmaxf(most, scratch[w]);
-  const float base = most == -INFINITY ? 0.0f : most;
-  const float rescale = exp2_fast(largest - base), weight = exp2_fast(one - base);
-  if (thread_index() < kRound) weights[thread_index()] = weight;
-  const float sum = warp_sum(part * weight);
-  if (lane_index() == 0 && warp_index() < kUsed) scratch[kUsed + warp_index()] = sum;
-  sync_block();
-  total *= rescale;
-  for (int w = 0; w < kUsed; ++w) total += scratch[kUsed + w];
-  largest = most;
-  return rescale;
-}
-
-template <typename T, int kWarps, int kSteps>
-__global__ void __launch_bounds__(kWarps* kWarp) decode_merge_kernel(const DecodeProblem p) {
-  constexpr int kThreads = kWarps * kWarp, kMine = kGroups / kWarps;  // groups of a warp
-  constexpr int kStride = kSteps == 1 ? kColumns * kWarp : kMaxHeadDim;
-  constexpr int kAhead = 8 / kMine;  // parts of a group that are asked for before their weights are known
-  static_assert(kRound <= kThreads && kRound % kGroups == 0 && kGroups % kWarps == 0);
-  GRISTMILL_SHARED(float, partial, kGroups* kStride);
-  GRISTMILL_SHARED(float, weights, kRound);
-  GRISTMILL_SHARED(float, scratch, 2 * kRound / kWarp);
-  wait_for_previous_kernel();
-  const int32_t request = static_cast<int32_t>(blockIdx.x), head = static_cast<int32_t>(blockIdx.y);
-  const int32_t kv_len = p.kv_indptr[request + 1] - p.kv_indptr[request];
-  const MergeShape shape = {p.first_seen(kv_len) / kSplit, (kv_len + kSplit - 1) / kSplit, p.first_piece(request),
-                            head};
-  float largest = p.sinks != nullptr ? p.sinks[head] * kLog2E : -INFINITY;
-  float total = largest == -INFINITY ? 0.0f : 1.0f;
-  float sums[kMine][kSteps][kColumns] = {};
-  for (int32_t begin = shape.low; begin < shape.high; begin += kRound) {
-    const int32_t end = begin + kRound < shape.high ? begin + kRound : shape.high;
-    const auto part_of = [&](int group, int i, int step) {
-      const int32_t piece = begin + i * kGroups + group * kWarps + warp_index();
-      const int32_t first = (step * kWarp + lane_index()) * kColumns;
-      return piece < end && first < p.head_dim_v ? load_pack<kColumns>(p.sums(shape.first_piece + piece, head) + first)
-                                                 : Pack<float, kColumns>{};
-    };
-    Pack<float, kColumns> ahead[kMine][kAhead];
+// A block per request and query head, a warp per group.
+template <typename T>
+__global__ void __launch_bounds__(kGroups* kWarp) decode_merge_kernel(const DecodeProblem p) {
+  constexpr int kAtOnce = 4;
+  GRISTMILL_SHARED(float, partial, kGroups* kMaxHeadDim);
+  const auto row = MergeRow::of(p, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(blockIdx.y));
+  const int group = warp_index();
+  wait_for_previous_kernel();  // which writes nothing of the above
+  MergeRow::Weighed weighed = {};
+#pragma unroll 1
+  for (int32_t column = lane_index() * kColumns; column - lane_index() * kColumns < p.head_dim_v; column += kStep) {
+    float sums[kColumns] = {};
+#pragma unroll 1
+    for (int32_t begin = group; begin < row.pieces || begin == group; begin += kAtOnce * kGroups) {
+      Part parts[kAtOnce];
+      float weights[kAtOnce];
 #pragma unroll
-    for (int group = 0; group < kMine; ++group) {
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int32_t piece = begin + i * kGroups;
+        parts[i] = row.part(piece, column);
+        weights[i] = piece < row.pieces ? row.largest_of(piece) : -INFINITY;
+      }
+      if (begin == group && column < kStep) weighed = row.weigh();
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) ahead[group][i] = part_of(group, i, 0);
-    }
-    const float rescale = weigh<kWarps>(p, shape, begin, end, weights, scratch, largest, total);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = exp2_fast(weights[i] - weighed.base);
 #pragma unroll
-    for (int group = 0; group < kMine; ++group) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) sums[group][step][j] *= rescale;
-#pragma unroll
-        for (int i = 0; i < kRound / kGroups; ++i) {
-          const int32_t piece = begin + i * kGroups + group * kWarps + warp_index();
-          if (piece >= end) break;
-          const auto part = step == 0 && i < kAhead ? ahead[group][i] : part_of(group, i, step);
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) {
-            sums[group][step][j] = fmaf(part[j], weights[piece - begin], sums[group][step][j]);
-          }
-        }
+        for (int j = 0; j < kColumns; ++j) sums[j] = fmaf(parts[i][j], weight, sums[j]);
       }
     }
-    sync_block();  // the weights have been read
-  }
-#pragma unroll
-  for (int group = 0; group < kMine; ++group) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int32_t first = (step * kWarp + lane_index()) * kColumns;
-      if (first >= p.head_dim_v) break;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-        partial[(group * kWarps + warp_index()) * kStride + first + j] = sums[group][step][j];
+    if (column < p.head_dim_v) {
+      store_pack<kColumns>(partial + group * p.head_dim_v + column, Part{sums[0], sums[1], sums[2], sums[3]});
     }
   }
   sync_block();
-  const float factor = p.v_scale / (total == 0 ? 1.0f : total);
-  T* const out = static_cast<T*>(p.out) + request * p.out_row + head * p.out_head;
-  for (int32_t column = thread_index(); column < p.head_dim_v; column += kThreads) {
+  const float factor = row.factor(weighed);
+#pragma unroll 1
+  for (int32_t column = thread_index(); column < p.head_dim_v; column += kGroups * kWarp) {
     float sum = partial[column];
 #pragma unroll
-    for (int group = 1; group < kGroups; ++group) sum += partial[group * kStride + column];
-    out[column] = from_float<T>(sum * factor);
+    for (int other = 1; other < kGroups; ++other) sum += partial[other * p.head_dim_v + column];
+    row.out<T>()[column] = from_float<T>(sum * factor);
   }
-  if (p.lse != nullptr && thread_index() == 0) {
-    p.lse[request * p.lse_row + head * p.lse_head] = total == 0 ? -INFINITY : (largest + log2f(total)) * kLn2;
-  }
+  if (thread_index() == 0) row.write_lse(weighed);
 }
 
-// The same for heads that one warp holds at once, with a warp per request and query head and no barrier: faster where
-// there are few pieces. Every sum is taken in the same order as there.
+// A warp per request and query head, for heads that it holds at once: faster where there are few pieces.
 constexpr int kNarrowWarps = 4;
 
 template <typename T>
-struct NarrowMerge {
-  static constexpr int kChunks = kRound / kWarp;  // of a round, a piece per lane
-
-  const DecodeProblem& p;
-  MergeShape shape;
-  float largest, total;
-  float sums[kGroups][kColumns];
-
-  __device__ int32_t column() const { return lane_index() * kColumns; }
-
-  // Weights of the pieces of a round: this lane's of each chunk.
-  __device__ void weigh(int32_t begin, int32_t end, float (&weights)[kChunks]) {
-    float part[kChunks], most = largest;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int32_t mine = begin + c * kWarp + lane_index();
-      weights[c] = mine < end ? p.largest(shape.first_piece + mine)[shape.head] : -INFINITY;
-      part[c] = mine < end ? p.total(shape.first_piece + mine)[shape.head] : 0.0f;
-    }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) most = fmaxf(most, begin + c * kWarp < end ? warp_max(weights[c]) : -INFINITY);
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float rescale = exp2_fast(largest - base);
-    total *= rescale;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      weights[c] = exp2_fast(weights[c] - base);
-      if (begin + c * kWarp < end) total += warp_sum(part[c] * weights[c]);
-    }
-    largest = most;
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) sums[group][j] *= rescale;
-    }
-  }
-
-  // Half of the groups at a time, so that their parts are all asked for before the first is needed.
-  __device__ void add(int32_t begin, int32_t end, const float (&weights)[kChunks]) {
-    constexpr int kHalf = kGroups / 2;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      if (begin + c * kWarp >= end) break;
-#pragma unroll 1
-      for (int block = 0; block < kWarp; block += kGroups) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int32_t first = begin + c * kWarp + block + half * kHalf;
-          Pack<float, kColumns> parts[kHalf];
-#pragma unroll
-          for (int i = 0; i < kHalf; ++i) {
-            const bool there = first + i < end && column() < p.head_dim_v;
-            parts[i] = there ? load_pack<kColumns>(p.sums(shape.first_piece + first + i, shape.head) + column())
-                             : Pack<float, kColumns>{};
-          }
-#pragma unroll
-          for (int i = 0; i < kHalf; ++i) {
-            const float weight = shuffle(weights[c], block + half * kHalf + i);
-            if (first + i >= end) break;
-#pragma unroll
-            for (int j = 0; j < kColumns; ++j) {
-              float& sum = sums[half * kHalf + i][j];
-              sum = fmaf(parts[i][j], weight, sum);
-            }
-          }
-        }
-      }
-    }
-  }
-};
-
-template <typename T>
 __global__ void __launch_bounds__(kNarrowWarps* kWarp) decode_merge_narrow_kernel(const DecodeProblem p) {
-  wait_for_previous_kernel();
-  const int32_t request = static_cast<int32_t>(blockIdx.x);
+  constexpr int kAtOnce = 8;  // groups
   const int32_t head = static_cast<int32_t>(blockIdx.y) * kNarrowWarps + warp_index();
   if (head >= p.num_qo_heads) return;
-  const int32_t kv_len = p.kv_indptr[request + 1] - p.kv_indptr[request];
-  const MergeShape shape = {p.first_seen(kv_len) / kSplit, (kv_len + kSplit - 1) / kSplit, p.first_piece(request),
-                            head};
-  NarrowMerge<T> merge = {p, shape, p.sinks != nullptr ? p.sinks[head] * kLog2E : -INFINITY, 0, {}};
-  merge.total = merge.largest == -INFINITY ? 0.0f : 1.0f;
-  for (int32_t begin = shape.low; begin < shape.high; begin += kRound) {
-    const int32_t end = begin + kRound < shape.high ? begin + kRound : shape.high;
-    float weights[NarrowMerge<T>::kChunks];
-    merge.weigh(begin, end, weights);
-    merge.add(begin, end, weights);
-  }
-  const float factor = p.v_scale / (merge.total == 0 ? 1.0f : merge.total);
-  if (merge.column() < p.head_dim_v) {
-    T* const out = static_cast<T*>(p.out) + request * p.out_row + head * p.out_head + merge.column();
+  const auto row = MergeRow::of(p, static_cast<int32_t>(blockIdx.x), head);
+  const int32_t column = lane_index() * kColumns;
+  wait_for_previous_kernel();  // which writes nothing of the above
+  MergeRow::Weighed weighed = {};
+  float sum[kColumns] = {};
+#pragma unroll 1
+  for (int first_group = 0; first_group == 0 || first_group < (row.pieces < kGroups ? row.pieces : kGroups);
+       first_group += kAtOnce) {
+    float sums[kAtOnce][kColumns] = {};
+#pragma unroll 1
+    for (int32_t begin = first_group; begin < row.pieces || begin == 0; begin += kGroups) {
+      Part parts[kAtOnce];
+      float weights[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      float sum = merge.sums[0][j];
+      for (int i = 0; i < kAtOnce; ++i) {
+        parts[i] = row.part(begin + i, column);
+        weights[i] = begin + i < row.pieces ? row.largest_of(begin + i) : -INFINITY;
+      }
+      if (begin == 0) weighed = row.weigh();
 #pragma unroll
-      for (int group = 1; group < kGroups; ++group) sum += merge.sums[group][j];
-      out[j] = from_float<T>(sum * factor);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = exp2_fast(weights[i] - weighed.base);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) sums[i][j] = fmaf(parts[i][j], weight, sums[i][j]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) sum[j] += sums[i][j];
     }
   }
-  if (p.lse != nullptr && lane_index() == 0) {
-    p.lse[request * p.lse_row + head * p.lse_head] =
-        merge.total == 0 ? -INFINITY : (merge.largest + log2f(merge.total)) * kLn2;
+  const float factor = row.factor(weighed);
+  if (column < p.head_dim_v) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) row.out<T>()[column + j] = from_float<T>(sum[j] * factor);
   }
+  if (lane_index() == 0) row.write_lse(weighed);
 }
 
-template <typename T, int kSteps>
+template <typename T>
 void merge(const Launch& launch, const DecodeProblem& p) {
-  constexpr int kWarps = 512 / kWarp;
-  if (kSteps == 1 && p.max_pieces <= 32 * static_cast<int64_t>(p.requests)) {
+  constexpr int64_t kFew = kGroups * kSplit;  // entries per request
+  if (p.head_dim_v <= kStep && p.entries <= kFew * p.requests) {
     const dim3 grid(p.requests, (p.num_qo_heads + kNarrowWarps - 1) / kNarrowWarps);
     launch.early<decode_merge_narrow_kernel<T>>(grid, dim3(kNarrowWarps * kWarp), p);
   } else {
-    launch.early<decode_merge_kernel<T, kWarps, kSteps>>(dim3(p.requests, p.num_qo_heads), dim3(kWarps * kWarp), p);
+    launch.early<decode_merge_kernel<T>>(dim3(p.requests, p.num_qo_heads), dim3(kGroups * kWarp), p);
   }
 }
 
-// Blocks that have work at most, given how many pieces there can be.
-dim3 grid_for(const Launch& launch, int64_t work) {
-  const int64_t most = static_cast<int64_t>(launch.processors()) * kBlocksPerProcessor;
-  return dim3(static_cast<unsigned>(work < most ? work : most));
+// Blocks of `warps` for work that takes a warp each.
+dim3 grid_for(const Launch& launch, int64_t work, int warps) {
+  const int64_t most = static_cast<int64_t>(launch.processors()) * kWarpsPerProcessor;
+  return dim3(static_cast<unsigned>(((work < most ? work : most) + warps - 1) / warps));
 }
 
 template <typename T, typename C>
 void run_general(const Launch& launch, const DecodeProblem& p, bool aligned) {
-  const int64_t work = (p.max_pieces * p.num_qo_heads + kGeneralWarps - 1) / kGeneralWarps;
-  launch(decode_general_kernel<T, C>, grid_for(launch, work), dim3(kGeneralWarps * kWarp), 0, p, aligned);
+  const dim3 grid = grid_for(launch, p.max_pieces * p.num_qo_heads, kGeneralWarps);
+  launch.early<decode_general_kernel<T, C>>(grid, dim3(kGeneralWarps * kWarp), p, aligned);
 }
 
 #if defined(GRISTMILL_HAS_MMA)
-template <typename T, int kDim, int kWarps, int kStages>
+template <typename T, int kDim, int kStages>
 void run_mma(const Launch& launch, const DecodeProblem& p) {
   const auto start = [&](auto two_halves) {
     constexpr bool kTwoHalves = decltype(two_halves)::value;
-    launch(decode_mma_kernel<T, kDim, kWarps, kStages, kTwoHalves>,
-           grid_for(launch, (p.max_pieces * p.num_kv_heads + kWarps - 1) / kWarps), dim3(kWarps * 32),
-           kWarps * MmaDecode<T, kDim, kStages, kTwoHalves>::kSharedBytes, p);
+    launch.early_shared<decode_mma_kernel<T, kDim, kStages, kTwoHalves>>(
+        grid_for(launch, p.max_pieces * p.num_kv_heads, 1), dim3(32),
+        MmaDecode<T, kDim, kStages, kTwoHalves>::kSharedBytes, p);
   };
   if (p.group() > 8) {
     start(std::true_type{});
@@ -287,14 +238,15 @@ bool try_mma(const Launch& launch, const DecodeProblem& p, bool aligned) {
 #if defined(GRISTMILL_HAS_MMA)
   if constexpr (!std::is_same_v<T, float>) {
     const bool pairs = p.q_row % 2 == 0 && p.q_head % 2 == 0 && reinterpret_cast<uintptr_t>(p.q) % 4 == 0;
-    if (!aligned || !pairs || p.head_dim != p.head_dim_v || p.group() > 16) return false;
+    const bool near = p.k_slot >= 0 && p.k_slot <= INT32_MAX && p.v_slot >= 0 && p.v_slot <= INT32_MAX;
+    if (!aligned || !pairs || !near || p.num_slots == 0 || p.head_dim != p.head_dim_v || p.group() > 16) return false;
     switch (p.head_dim) {
       case 64:
-        return run_mma<T, 64, 4, 4>(launch, p), true;
+        return run_mma<T, 64, 4>(launch, p), true;
       case 128:
-        return run_mma<T, 128, 4, 3>(launch, p), true;
+        return run_mma<T, 128, 3>(launch, p), true;
       case 256:
-        return run_mma<T, 256, 4, 3>(launch, p), true;
+        return run_mma<T, 256, 3>(launch, p), true;
       default:
         return false;
     }
@@ -368,7 +320,9 @@ void decode_attention(const Tensor& out, const OptionalTensor& lse, const Tensor
   p.v_scale = static_cast<float>(v_scale);
   p.window_left = static_cast<int32_t>(window_left < -1 ? -1 : window_left > INT32_MAX ? -1 : window_left);
   if (p.requests == 0 || p.num_qo_heads == 0) return;
-  p.max_pieces = kv_indices.size(0) / kSplit + p.requests;
+  p.entries = kv_indices.size(0);
+  p.numbers = PieceNumbers::of(p.entries, p.requests);
+  p.max_pieces = p.numbers.most(p.entries, p.requests);
   const int64_t needed = p.max_pieces * p.num_qo_heads * (p.head_dim_v + 2);
   const bool given = workspace && workspace->numel() >= needed && steps_by(*workspace, 16);
   const Tensor scratch = given ? *workspace : torch::stable::new_empty(q, {needed}, ScalarType::Float);
@@ -383,12 +337,7 @@ void decode_attention(const Tensor& out, const OptionalTensor& lse, const Tensor
       check_dtype(k_cache, q.scalar_type(), op, "k_cache");
       if (!try_mma<T>(launch, p, aligned)) run_general<T, T>(launch, p, aligned);
     }
-    constexpr int kStep = kColumns * kWarp;
-    if (p.head_dim_v <= kStep) {
-      merge<T, 1>(launch, p);
-    } else {
-      merge<T, (kMaxHeadDim + kStep - 1) / kStep>(launch, p);
-    }
+    merge<T>(launch, p);
   });
 }
 

@@ -97,17 +97,15 @@ struct GeneralDecode {
 template <typename T, typename C>
 __global__ void __launch_bounds__(kGeneralWarps* kWarp) decode_general_kernel(const DecodeProblem p, bool aligned) {
   GRISTMILL_SHARED(float, q, kGeneralWarps* kMaxHeadDim);
-  const int64_t pieces = p.kv_indptr[p.requests] / kSplit + p.requests;
+  wait_for_previous_kernel();
   const int64_t step = static_cast<int64_t>(gridDim.x) * kGeneralWarps;
-  for (int64_t work = static_cast<int64_t>(blockIdx.x) * kGeneralWarps + warp_index(); work < pieces * p.num_qo_heads;
-       work += step) {
-    const int64_t number = work / p.num_qo_heads;
-    const Piece piece = find_piece(p, static_cast<int32_t>(number));
-    if (piece.begin >= piece.end || piece.first_seen >= piece.end) continue;
+  for (int64_t work = static_cast<int64_t>(blockIdx.x) * kGeneralWarps + warp_index();; work += step) {
+    const Piece piece = find_piece(p, work / p.num_qo_heads);
+    if (piece.request < 0) return;
     GeneralDecode<T, C> decode{
         p, piece, static_cast<int32_t>(work % p.num_qo_heads), q + warp_index() * kMaxHeadDim, aligned, {}};
     decode.run();
-    decode.write(number);
+    decode.write(piece.number);
   }
 }
 

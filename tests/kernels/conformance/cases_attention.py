@@ -54,7 +54,7 @@ class Setting:
             f"{self.heads[0]}:{self.heads[1]}x{self.dims[0]}/{self.dims[1]}",
             short(self.dtype),
             str(self.cache_dtype or "").removeprefix("torch.float8_"),
-            "kv" + ",".join(map(str, self.kv_lens)),
+            "kv" + (",".join(map(str, self.kv_lens)) if len(self.kv_lens) < 10 else f"{self.kv_lens[0]}x{len(self.kv_lens)}"),
             "" if self.q_lens is None else "q" + ",".join(map(str, self.q_lens)),
             self.layout if self.layout != "dense" else "",
             "" if self.causal else "full",
@@ -276,7 +276,28 @@ def _decode_settings() -> list[Setting]:
     settings += [Setting((0,), plan_workers=2), Setting((520, 30), plan_workers=2, window_left=100, sinks=True, heads=(6, 1))]
     settings += [Setting(mixed, plan_workers=3, plan_room=4), Setting((0, 0), plan_workers=3, plan_room=4)]
     settings += [Setting((770, 30, 0, 257), plan_workers=2, plan_window=True, window_left=window) for window in (0, 100, 255, 256, 600)]
-    return settings + _float8_settings(None)
+    # More pieces than one launch has warps for, and more than a kernel merges at once, among few requests and many.
+    settings += [Setting((21,) * 70, heads=(12, 6), dtype=dtype, note="many") for dtype in DTYPES[:2]]
+    settings += [Setting(lens, heads=(1, 1), dims=(8, 8), note="long") for lens in ((66_000,), (2, 66_000, 0, 1, 3))]
+    return settings + _many_heads_settings() + _float8_settings(None)
+
+
+def _many_heads_settings() -> list[Setting]:
+    """KV heads in numbers that some kernels take several of at once, some with more than 8 query heads each; over all edges of a list."""
+    half, bf16 = torch.float16, torch.bfloat16
+    mixed = (1, 0, 17, 515, 16, 1030)
+    return [
+        Setting(mixed, heads=(8, 4), dtype=bf16),
+        Setting(mixed, heads=(16, 8), dtype=half, holes=True),
+        Setting((33, 600), heads=(32, 8), dims=(128, 128), dtype=bf16, sinks=True),
+        Setting((40, 3, 1100), heads=(36, 4), dims=(128, 128), dtype=half, window_left=520, holes=True),
+        Setting((530, 2), heads=(16, 16), dtype=bf16, window_left=3, logit_cap=5.0),
+        Setting((40, 530), heads=(48, 4), dtype=bf16, layout="ragged", all_holes=True),
+        Setting((5, 70), heads=(8, 8), dims=(256, 256), dtype=bf16, holes=True),
+        Setting((19, 0, 530), heads=(44, 4), dims=(256, 256), dtype=half),
+        Setting((21,) * 70, heads=(4, 4), dtype=bf16, note="many"),
+        Setting((300, 9), heads=(12, 12), dtype=half, layout="packed", k_scale=0.5, v_scale=2.0),
+    ]
 
 
 def _float8_settings(q_lens: tuple[int, ...] | None) -> list[Setting]:
