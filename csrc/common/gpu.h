@@ -292,6 +292,9 @@ __device__ inline void follow_previous_kernel() {
 // Adds to a number in global or shared memory and returns what was there.
 __device__ inline int atomic_add(int* at, int value) { return atomicAdd(at, value); }
 __device__ inline uint32_t atomic_add(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }
+__device__ inline uint64_t atomic_add(uint64_t* at, uint64_t value) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(at), value);
+}
 
 }  // namespace gristmill::gpu
 #endif  // GRISTMILL_SIMT

@@ -6,17 +6,33 @@
 
 namespace gristmill::gpu {
 
-int processors_of(int device) {
-  static std::array<std::atomic<int>, 64> known{};
+namespace {
+
+// One number for every device, 0 until it is asked for.
+using Known = std::array<std::atomic<int>, 64>;
+
+int attribute_of(Known& known, cudaDeviceAttr attribute, int device) {
   const auto ask = [&] {
-    int count = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
+    int value = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
   };
   if (device < 0 || device >= static_cast<int>(known.size())) return ask();
-  int count = known[device].load(std::memory_order_relaxed);
-  if (count == 0) known[device].store(count = ask(), std::memory_order_relaxed);
-  return count;
+  int value = known[device].load(std::memory_order_relaxed);
+  if (value == 0) known[device].store(value = ask(), std::memory_order_relaxed);
+  return value;
+}
+
+}  // namespace
+
+int processors_of(int device) {
+  static Known known{};
+  return attribute_of(known, cudaDevAttrMultiProcessorCount, device);
+}
+
+int shared_per_processor_of(int device) {
+  static Known known{};
+  return attribute_of(known, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
 }
 
 bool EarlyStart::allowed(const void* kernel, int device) {

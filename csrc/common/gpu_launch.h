@@ -32,6 +32,10 @@ inline dim3 blocks_for(int64_t units, int threads) {
 }
 
 #if !defined(GRISTMILL_SIMT)
+// Asked of the driver once per device.
+int processors_of(int device);
+int shared_per_processor_of(int device);
+
 // Whether one kernel waits for the kernel before it by itself, per device: its code there must be compiled for Hopper
 // or later, which PTX of an older architecture on a newer device is not.
 class EarlyStart {
@@ -88,6 +92,15 @@ class Launch {
   // Multiprocessors of the device.
   int processors() const { return processors_; }
 
+  // Bytes of shared memory of one of them, for all its blocks together; 0 if that does not matter.
+  int shared_per_processor() const {
+#if defined(GRISTMILL_SIMT)
+    return 0;
+#else
+    return shared_per_processor_of(device_);
+#endif
+  }
+
  private:
 #if !defined(GRISTMILL_SIMT)
   static void ask_for_shared(const void* kernel, size_t bytes) {
@@ -122,9 +135,6 @@ class Launch {
 // As few as there can be, so that loops over the work of a block go round more than once.
 inline Launch::Launch(const Tensor&) : processors_(1) {}
 #else
-// Asked of the driver once per device.
-int processors_of(int device);
-
 inline Launch::Launch(const Tensor& on)
     : processors_(processors_of(on.get_device_index())), device_(on.get_device_index()), guard_(on.get_device_index()) {
   void* stream = nullptr;

@@ -16,12 +16,26 @@ bool aligned(const void* address, int64_t stride, int64_t rows, size_t element) 
 }
 
 #if defined(GRISTMILL_HAS_MMA)
+// Blocks that begin while others end would take places as these become free, more on one multiprocessor than on
+// another. Where all blocks run at once, and a multiprocessor's share of them leaves places, as much shared memory more
+// for each closes these. `own` is what a block has besides.
+size_t shared_that_spreads(const Launch& launch, int64_t blocks, size_t needed, size_t own) {
+  constexpr size_t kReserved = 1024;  // of every block
+  const size_t all = static_cast<size_t>(launch.shared_per_processor()), fit = all / (needed + own + kReserved),
+               share = static_cast<size_t>((blocks + launch.processors() - 1) / launch.processors());
+  if (share == 0 || share >= fit || fit % share == 0) return needed;
+  return all / (share + 1) + kReserved - own;
+}
+
 template <typename T, int kTiles, int kStages, bool kTall, bool kWide>
 void launch_mma(const Launch& launch, const SkinnyArguments<T>& args) {
   constexpr int kColumns = kTiles * 8, kThreads = kSkinnyWarps * 32;
+  constexpr size_t kSums = sizeof(float) * kSkinnyWarps * (kTall ? 16 : 8) * kColumns;
   const size_t ring = kWide ? size_t{kStages} * kTiles * 2 * kThreads * sizeof(Eight) : 0;
+  const int64_t blocks = (args.n + kColumns - 1) / kColumns;
   launch.early_shared<skinny_mma_kernel<T, kTiles, kStages, kTall, kWide>>(
-      dim3(static_cast<unsigned>((args.n + kColumns - 1) / kColumns)), dim3(kThreads), ring, args);
+      dim3(static_cast<unsigned>(blocks)), dim3(kThreads), kWide ? shared_that_spreads(launch, blocks, ring, kSums) : 0,
+      args);
 }
 
 // Measured on one H200: two tiles of three stages, four blocks a processor, read fastest.

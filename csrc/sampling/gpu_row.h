@@ -1,6 +1,7 @@
 // A row of logits before the threads of one block: in packs, each of whole blocks of four random words.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -28,9 +29,10 @@ struct LogitRow {
   const T* x;
   int64_t vocab;
   bool aligned;
+  int64_t base = 0;  // the first id, where the row is a piece of one; a multiple of N
 
-  // f(first id, pack) for the packs of this thread. With kAtOnce the compiler has several calls before it, whose reads
-  // it moves forward if f does nothing but compute.
+  // f(first place, pack) for the packs of this thread. With kAtOnce the compiler has several calls before it, whose
+  // reads it moves forward if f does nothing but compute.
   template <int kAtOnce, typename F>
   __device__ void packs(F&& f) const {
     const int64_t step = static_cast<int64_t>(blockDim.x) * N;
@@ -61,10 +63,22 @@ struct LogitRow {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float value = to_float(pack[i]);
-      if (first + i < vocab && value != -INFINITY) f(static_cast<int32_t>(first + i), value);
+      if (first + i < vocab && value != -INFINITY) f(static_cast<int32_t>(base + first + i), value);
     }
   }
 };
+
+// Few rows are cut into pieces, so that all multiprocessors read: into how many at most, and how long they are.
+inline constexpr int64_t kMostPieces = 32;
+inline int64_t pieces_of(const Launch& launch, int64_t rows, int64_t vocab, int64_t least) {
+  if (rows == 0) return 1;
+  return std::min({2 * launch.processors() / rows, vocab / least, kMostPieces});
+}
+template <typename T>
+int64_t piece_of(int64_t vocab, int64_t pieces) {
+  constexpr int64_t N = kPackElements<T>;
+  return ((vocab + pieces - 1) / pieces + N - 1) / N * N;
+}
 
 // One past all ranks: the row holds a NaN or +inf.
 inline constexpr uint64_t kBroken = ~uint64_t{0};

@@ -31,6 +31,11 @@ struct Histogram {
     const uint32_t large = static_cast<uint32_t>(weight >> 32) + (before + small < before ? 1 : 0);
     if (large != 0) atomic_add(high + at, large);
   }
+  __device__ void set(int bin, uint64_t sum) {
+    for (int i = bin * kCopies; i < (bin + 1) * kCopies; ++i) low[i] = high[i] = 0;
+    low[bin * kCopies] = static_cast<uint32_t>(sum);
+    high[bin * kCopies] = static_cast<uint32_t>(sum >> 32);
+  }
   __device__ uint64_t of(int bin) const {
     uint64_t sum = 0;
     for (int i = bin * kCopies; i < (bin + 1) * kCopies; ++i) sum += low[i] + (static_cast<uint64_t>(high[i]) << 32);

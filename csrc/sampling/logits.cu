@@ -16,8 +16,6 @@ namespace {
 
 constexpr int kGreedyThreads = 1024;
 constexpr int kPieceThreads = 256;  // for a piece of a row
-constexpr int64_t kMostPieces = 32;
-constexpr int64_t kLeastPiece = 2048;
 constexpr int kBiasThreads = 256;
 constexpr int kBitmaskThreads = 256;
 constexpr int kPenaltyThreads = 256;
@@ -33,13 +31,13 @@ __global__ void __launch_bounds__(kGreedyThreads)
   GRISTMILL_SHARED(uint64_t, scratch, kGreedyThreads / kWarp);
   follow_previous_kernel();
   const int64_t row = blockIdx.x, begin = blockIdx.y * piece;
-  const LogitRow<T> mine{logits + row * stride + begin, min(piece, vocab - begin), aligned};
+  const LogitRow<T> mine{logits + row * stride + begin, min(piece, vocab - begin), aligned, begin};
   const uint64_t best = block_max(best_of_thread(mine), scratch);
   if (threadIdx.x != 0) return;
   if (bests == nullptr) {
     out[row] = token_of(best);
   } else {
-    bests[row * gridDim.y + blockIdx.y] = best == 0 || best == kBroken ? best : best - begin;
+    bests[row * gridDim.y + blockIdx.y] = best;
   }
 }
 
@@ -140,13 +138,6 @@ __global__ void __launch_bounds__(kBitmaskThreads)
   store_elements<N>(x, first, vocab, aligned, values);
 }
 
-// Few rows are cut, so that all multiprocessors read.
-int64_t pieces_of(const Launch& launch, int64_t rows, int64_t vocab) {
-  if (rows == 0) return 1;
-  const int64_t wanted = 2 * launch.processors() / rows, most = vocab / kLeastPiece;
-  return std::min({wanted, most, kMostPieces});
-}
-
 }  // namespace
 
 void greedy(const Tensor& out, const Tensor& logits) {
@@ -155,15 +146,14 @@ void greedy(const Tensor& out, const Tensor& logits) {
   dispatch_float(logits.scalar_type(), op, "logits", [&](auto tag) {
     using T = decltype(tag);
     const Launch launch(logits);
-    const int64_t rows = logits.size(0), vocab = logits.size(1), pieces = pieces_of(launch, rows, vocab);
-    constexpr int64_t N = kPackElements<T>;
+    const int64_t rows = logits.size(0), vocab = logits.size(1), pieces = pieces_of(launch, rows, vocab, 2048);
     const auto run = [&](unsigned count, int64_t piece, int threads, uint64_t* bests) {
       launch.early<greedy_kernel<T>>(dim3(static_cast<unsigned>(rows), count), dim3(static_cast<unsigned>(threads)),
                                      mutable_data<int32_t>(out), bests, data<T>(logits), logits.stride(0), vocab, piece,
                                      steps_by(logits, 16));
     };
     if (pieces <= 1) return run(1, vocab, kGreedyThreads, nullptr);
-    const int64_t piece = ((vocab + pieces - 1) / pieces + N - 1) / N * N, count = (vocab + piece - 1) / piece;
+    const int64_t piece = piece_of<T>(vocab, pieces), count = (vocab + piece - 1) / piece;
     const Tensor bests = torch::stable::new_empty(logits, {rows * count}, ScalarType::Long);
     uint64_t* const at = reinterpret_cast<uint64_t*>(mutable_data<int64_t>(bests));
     run(static_cast<unsigned>(count), piece, kPieceThreads, at);

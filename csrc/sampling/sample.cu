@@ -1,7 +1,9 @@
-// Random choice of a token on GPUs: one block per row, one launch. The same token as the CPU draws, without a sort: see
+// Random choice of a token on GPUs: one block per row, one launch; several blocks per row, and a launch for each step,
+// where there are few rows. The same token as the CPU draws, without a sort: see
 // gpu_select.h, and select_roughly for top-p over a whole row. The k best are sought among a few: at least k logits are
 // not below the k-th of the threads' best ones.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <bit>
 #include <cmath>
@@ -184,6 +186,16 @@ struct RoughMass {
     return shift > -23 ? digits >> -shift : 1;
   }
 
+  // Between them lies what top_p may mean for shares of such masses: both sums are off by kError and 1.5 units a token.
+  struct Limits {
+    Limit surely, perhaps;
+  };
+  __device__ Limits limits(double top_p, int64_t vocab) const {
+    const double slack =
+        2.1 * kError * top_p + 4 * static_cast<double>(vocab) / static_cast<double>(uint64_t{1} << unit_bits);
+    return {{true, top_p - slack}, {true, top_p + slack}};
+  }
+
   // A whole number from what it became by the addition of kRounds.
   static constexpr float kRounds = 0x1.8p23f;
   __device__ static int rounded(float sum) { return __float_as_int(sum) - __float_as_int(kRounds); }
@@ -196,6 +208,8 @@ struct RoughMass {
     return bin < 0 ? 0 : bin;
   }
 };
+
+constexpr int kFew = 1024;
 
 // The few candidates of one bin, whose ranks and weights are listed, each compared with all: the last rank that stays,
 // or 0 if with one of the limits less stays than with the other.
@@ -217,16 +231,27 @@ __device__ inline uint64_t last_of_few(const SampleScratch& s, const uint64_t* r
   return ~block_max(~least, s.per_warp);
 }
 
+// Two sums over the block, by way of 2 * kWarps numbers of shared memory that nobody uses.
+__device__ inline void add_up(uint64_t* sums, uint64_t& a, uint64_t& b) {
+  a = warp_sum(a), b = warp_sum(b);
+  if (lane_index() == 0) {
+    sums[warp_index()] = a;
+    sums[kWarps + warp_index()] = b;
+  }
+  sync_block();
+  a = b = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    a += sums[w];
+    b += sums[kWarps + w];
+  }
+}
+
 // Like select, but a rough histogram finds the bin where the limit lies, and rough masses will nearly always do to tell
 // who of it stays; else exact ones are added up. 0 if the bin is not sure or holds too many.
 template <typename T>
 __device__ uint64_t select_roughly(SampleScratch& s, const Candidates<T>& candidates, double top_p) {
-  constexpr int kMost = 1024;
   const RoughMass masses(candidates.scores);
-  // Of a share: both sums are off by kError and 1.5 units a token.
-  const double slack = 2.1 * RoughMass::kError * top_p +
-                       4 * static_cast<double>(candidates.row.vocab) / (uint64_t{1} << masses.unit_bits);
-  const Limit surely{true, top_p - slack}, perhaps{true, top_p + slack};
+  const auto [surely, perhaps] = masses.limits(top_p, candidates.row.vocab);
   s.histogram.clear();
   sync_block();
   candidates.each([&](int32_t, float x) { s.histogram.add(masses.bin(x), masses.mass(x)); });
@@ -234,19 +259,19 @@ __device__ uint64_t select_roughly(SampleScratch& s, const Candidates<T>& candid
   const Border border = border_of(s, surely, 0, 0);
   if (border_of(s, perhaps, 0, 0).bin != border.bin) return 0;
   uint64_t* const ranks = reinterpret_cast<uint64_t*>(s.histogram.low);  // it has been read
-  uint64_t* const weights = ranks + kMost;
+  uint64_t* const weights = ranks + kFew;
   if (threadIdx.x == 0) *s.listed = 0;
   sync_block();
   candidates.each([&](int32_t id, float x) {
     if (masses.bin(x) != border.bin) return;
     const int at = atomic_add(s.listed, 1);
-    if (at >= kMost) return;
+    if (at >= kFew) return;
     ranks[at] = rank_of(candidates.scores.key(x), id);
     weights[at] = masses.mass(x);
   });
   sync_block();
   const int count = *s.listed;
-  if (count > kMost) return 0;
+  if (count > kFew) return 0;
   const uint64_t last = last_of_few(s, ranks, weights, count, border.before, border.total, surely, perhaps);
   if (last != 0) return last;
   uint64_t above = 0, others = 0;
@@ -254,28 +279,14 @@ __device__ uint64_t select_roughly(SampleScratch& s, const Candidates<T>& candid
       [&](int32_t, float x) { (masses.bin(x) > border.bin ? above : others) += candidates.scores.mass(x); });
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kSampleThreads)
     weights[i] = candidates.scores.mass(value_of(static_cast<uint32_t>(ranks[i] >> 32)));
-  uint64_t* const sums = weights + kMost;
-  above = warp_sum(above), others = warp_sum(others);
-  if (lane_index() == 0) {
-    sums[warp_index()] = above;
-    sums[kWarps + warp_index()] = others;
-  }
-  sync_block();
-  above = others = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    above += sums[w];
-    others += sums[kWarps + w];
-  }
+  add_up(weights + kFew, above, others);
   const Limit exactly{true, top_p};
   return last_of_few(s, ranks, weights, count, above, above + others, exactly, exactly);
 }
 
 template <typename T>
-__device__ void keep_top_p(SampleScratch& s, Candidates<T>& candidates, double top_p, int id_bits) {
-  const double temperature = candidates.scores.temperature;
-  uint64_t least = 0;
-  if (candidates.listed < 0 && temperature > 0x1p-20 && temperature < 0x1p20)
-    least = select_roughly(s, candidates, top_p);
+__device__ void keep_top_p(SampleScratch& s, Candidates<T>& candidates, bool roughly, double top_p, int id_bits) {
+  const uint64_t least = roughly && candidates.listed < 0 ? select_roughly(s, candidates, top_p) : 0;
   candidates.least = least != 0 ? least : candidates.select(s, id_bits, {true, top_p}).last;
 }
 
@@ -301,9 +312,9 @@ struct Best {
     value = ordered;
     id = token;
   }
-  __device__ int32_t of_block(const SampleScratch& s) const {
+  __device__ Best of_block(const SampleScratch& s) const {
     const uint64_t largest = block_max(value, s.per_warp);
-    return -block_max(value == largest ? -id : -INT32_MAX, s.place_per_warp);
+    return {largest, -block_max(value == largest ? -id : -INT32_MAX, s.place_per_warp)};
   }
 };
 
@@ -320,6 +331,7 @@ template <typename T, typename F>
 __device__ void roughly(const Candidates<T>& candidates, const Request& request, const MinP& min_p, F&& f) {
   const Scores& scores = candidates.scores;
   const float divisor = static_cast<float>(request.temperature);
+  const int64_t base = candidates.row.base;
   candidates.row.template packs_ahead<kPacksAhead>([&](int64_t first, const auto& pack) {
 #pragma unroll
     for (int group = 0; group < LogitRow<T>::N; group += 4) {
@@ -327,19 +339,21 @@ __device__ void roughly(const Candidates<T>& candidates, const Request& request,
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = to_float(pack[group + i]);
-        const int64_t id = first + group + i;
-        kept[i] = id < candidates.row.vocab && x != -INFINITY &&
+        const int64_t place = first + group + i, id = base + place;
+        kept[i] = place < candidates.row.vocab && x != -INFINITY &&
                   (candidates.least == 0 || rank_of(scores.key(x), static_cast<int32_t>(id)) >= candidates.least) &&
                   min_p.keeps(scores, x);
         any = any || kept[i];
       }
       if (!any) continue;
-      const PhiloxWords words = philox(request.seed, request.position, static_cast<uint32_t>((first + group) / 4));
+      const PhiloxWords words =
+          philox(request.seed, request.position, static_cast<uint32_t>((base + first + group) / 4));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = to_float(pack[group + i]);
         if (kept[i]) {
-          f(static_cast<int32_t>(first + group + i), x, (x - scores.largest) / divisor + rough_noise(words.words[i]));
+          f(static_cast<int32_t>(base + first + group + i), x,
+            (x - scores.largest) / divisor + rough_noise(words.words[i]));
         }
       }
     }
@@ -364,44 +378,232 @@ __device__ void draw_from_row(const Candidates<T>& candidates, const Request& re
   });
   const float close = block_max(first, scratch) - kSlack;
   const auto see = [&](int32_t id, float x, float value) {
-    if (!(value >= close)) return;
+    if (!(value >= close && value > -INFINITY)) return;
     best.see(candidates.scores.score(x) + gumbel(request.seed, request.position, static_cast<uint32_t>(id)), id);
   };
   if (second >= close) return roughly(candidates, request, min_p, see);
   see(first_id, logit, first);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kSampleThreads) sample_kernel(const Problem<T> p) {
+// A block's, in its dynamic shared memory and some more.
+__device__ inline SampleScratch sample_scratch() {
   GRISTMILL_SHARED(uint64_t, per_warp, kWarps);
   GRISTMILL_SHARED(int, place_per_warp, kWarps);
-  GRISTMILL_SHARED(float, rough_per_warp, kWarps);
   GRISTMILL_SHARED(uint64_t, found, 2);
   GRISTMILL_SHARED(int, listed, 1);
-  follow_previous_kernel();
-  const int64_t b = blockIdx.x;
-  const LogitRow<T> row{p.logits + b * p.stride, p.vocab, p.aligned};
-  const Request request = p.request(b);
-  const uint64_t mine = best_of_thread(row), top = block_max(mine, per_warp);
-  const bool valid = top != 0 && top != kBroken && request.temperature == request.temperature;
-  if (!valid || request.temperature <= 0) {
-    if (threadIdx.x == 0) p.out[b] = valid ? id_of(top) : -1;
-    return;
-  }
   uint32_t* const words = dynamic_shared<uint32_t>();
   int32_t* const ids = reinterpret_cast<int32_t*>(words + 2 * kBins * kCopies);
-  SampleScratch s{{words, words + kBins * kCopies},
-                  ids,
-                  reinterpret_cast<float*>(ids + kListed),
-                  listed,
-                  per_warp,
-                  place_per_warp,
-                  found};
-  const Scores scores{value_of(static_cast<uint32_t>(top >> 32)), request.temperature, 1 / request.temperature,
-                      p.id_bits > 10 ? 62 - p.id_bits : 52};
-  Candidates<T> candidates{row, scores, s};
-  if (request.top_k > 0 && request.top_k < p.vocab) keep_top_k(s, candidates, mine, request.top_k, p.id_bits);
-  if (request.top_p < 1) keep_top_p(s, candidates, request.top_p, p.id_bits);
+  return {{words, words + kBins * kCopies},
+          ids,
+          reinterpret_cast<float*>(ids + kListed),
+          listed,
+          per_warp,
+          place_per_warp,
+          found};
+}
+
+// What the blocks of a row leave each other in global memory.
+struct Pieces {
+  uint64_t* memory;  // null: a block has its row to itself
+  int count;
+  int64_t size;  // of a piece, in logits
+
+  enum Status : uint64_t { kOpen, kUnsure, kDrawn };
+
+  static constexpr int kPerPiece = 5, kPerRow = kBins + kFew + 2;
+  __device__ uint64_t* bests() const {
+    return memory + static_cast<int64_t>(blockIdx.x) * (kPerPiece * count + kPerRow);
+  }
+  __device__ uint64_t* above() const { return bests() + count; }  // exact masses
+  __device__ uint64_t* others() const { return above() + count; }
+  __device__ uint64_t* values() const { return others() + count; }
+  __device__ uint64_t* ids() const { return values() + count; }
+  __device__ uint64_t* histogram() const { return ids() + count; }
+  __device__ uint64_t* ranks() const { return histogram() + kBins; }
+  __device__ int* listed() const { return reinterpret_cast<int*>(ranks() + kFew); }
+  __device__ uint64_t* status() const { return ranks() + kFew + 1; }
+
+  __device__ uint64_t best() const {
+    uint64_t best = 0;
+    for (int i = 0; i < count; ++i) best = max(best, bests()[i]);
+    return best;
+  }
+  __device__ Best drawn() const {
+    Best best;
+    for (int i = 0; i < count; ++i) {
+      const Best one{values()[i], static_cast<int32_t>(ids()[i])};
+      if (one.value > best.value || (one.value == best.value && one.id < best.id)) best = one;
+    }
+    return best;
+  }
+};
+
+// A row, or a piece of one, and how it is drawn from.
+template <typename T>
+struct Draw {
+  Request request;
+  LogitRow<T> row;
+  uint64_t top;
+
+  __device__ Draw(const Problem<T>& p, const Pieces& pieces)
+      : request(p.request(blockIdx.x)), row(row_of(p, pieces)), top(0) {}
+
+  __device__ static LogitRow<T> row_of(const Problem<T>& p, const Pieces& pieces) {
+    const T* const x = p.logits + blockIdx.x * p.stride;
+    const int64_t begin = pieces.memory == nullptr ? 0 : blockIdx.y * pieces.size;
+    return {x + begin, gridDim.y == 1 ? p.vocab : min(pieces.size, p.vocab - begin), p.aligned, begin};
+  }
+
+  __device__ bool valid() const { return top != 0 && top != kBroken && request.temperature == request.temperature; }
+  __device__ bool takes_best() const { return request.temperature <= 0; }
+  __device__ bool takes_k(const Problem<T>& p) const { return request.top_k > 0 && request.top_k < p.vocab; }
+  __device__ Scores scores(const Problem<T>& p) const {
+    return {value_of(static_cast<uint32_t>(top >> 32)), request.temperature, 1 / request.temperature,
+            p.id_bits > 10 ? 62 - p.id_bits : 52};
+  }
+  // What the steps below are for: with top-k a block has its row to itself.
+  __device__ bool in_pieces(const Problem<T>& p) const { return valid() && !takes_best() && !takes_k(p); }
+  __device__ bool has_rough_masses() const {
+    return request.top_p < 1 && request.temperature > 0x1p-20 && request.temperature < 0x1p20;
+  }
+};
+
+// The steps for rows in pieces: the best; rough masses; who is where the limit of top-p lies; a draw of every piece.
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads) best_kernel(const Problem<T> p, const Pieces pieces) {
+  GRISTMILL_SHARED(uint64_t, per_warp, kWarps);
+  follow_previous_kernel();
+  const int at = static_cast<int>(blockIdx.y) * kSampleThreads + static_cast<int>(threadIdx.x);
+  for (int i = at; i < kBins; i += pieces.count * kSampleThreads) pieces.histogram()[i] = 0;
+  if (at == 0) {
+    *pieces.listed() = 0;
+    *pieces.status() = Pieces::kOpen;
+  }
+  const uint64_t best = block_max(best_of_thread(Draw<T>::row_of(p, pieces)), per_warp);
+  if (threadIdx.x == 0) pieces.bests()[blockIdx.y] = best;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads) mass_kernel(const Problem<T> p, const Pieces pieces) {
+  follow_previous_kernel();
+  Draw<T> draw(p, pieces);
+  draw.top = pieces.best();
+  if (!draw.in_pieces(p) || !draw.has_rough_masses()) return;
+  SampleScratch s = sample_scratch();
+  const Scores scores = draw.scores(p);
+  const RoughMass masses(scores);
+  s.histogram.clear();
+  sync_block();
+  Candidates<T>{draw.row, scores, s}.each([&](int32_t, float x) { s.histogram.add(masses.bin(x), masses.mass(x)); });
+  sync_block();
+  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kSampleThreads) {
+    const uint64_t mass = s.histogram.of(bin);
+    if (mass != 0) atomic_add(pieces.histogram() + bin, mass);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads) border_kernel(const Problem<T> p, const Pieces pieces) {
+  follow_previous_kernel();
+  Draw<T> draw(p, pieces);
+  draw.top = pieces.best();
+  if (!draw.in_pieces(p) || !draw.has_rough_masses()) return;
+  SampleScratch s = sample_scratch();
+  const Scores scores = draw.scores(p);
+  const RoughMass masses(scores);
+  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kSampleThreads)
+    s.histogram.set(bin, pieces.histogram()[bin]);
+  sync_block();
+  const auto [surely, perhaps] = masses.limits(draw.request.top_p, p.vocab);
+  const int border = border_of(s, surely, 0, 0).bin;
+  if (border_of(s, perhaps, 0, 0).bin != border) {
+    if (threadIdx.x == 0) *pieces.status() = Pieces::kUnsure;
+    return;
+  }
+  uint64_t above = 0, others = 0;
+  Candidates<T>{draw.row, scores, s}.each([&](int32_t id, float x) {
+    const int bin = masses.bin(x);
+    (bin > border ? above : others) += scores.mass(x);
+    if (bin != border) return;
+    const int at = atomic_add(pieces.listed(), 1);
+    if (at < kFew) pieces.ranks()[at] = rank_of(scores.key(x), id);
+  });
+  add_up(reinterpret_cast<uint64_t*>(s.histogram.low), above, others);
+  if (threadIdx.x != 0) return;
+  pieces.above()[blockIdx.y] = above;
+  pieces.others()[blockIdx.y] = others;
+}
+
+// From which rank on candidates stay, by top-p; kBroken if the whole row must be looked at again.
+template <typename T>
+__device__ uint64_t least_of_pieces(const SampleScratch& s, const Draw<T>& draw, const Scores& scores,
+                                    const Pieces& pieces) {
+  if (!(draw.request.top_p < 1)) return 0;
+  if (!draw.has_rough_masses() || *pieces.status() == Pieces::kUnsure || *pieces.listed() > kFew) return kBroken;
+  const int count = *pieces.listed();
+  uint64_t* const ranks = reinterpret_cast<uint64_t*>(s.histogram.low);
+  uint64_t* const weights = ranks + kFew;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSampleThreads) {
+    ranks[i] = pieces.ranks()[i];
+    weights[i] = scores.mass(value_of(static_cast<uint32_t>(ranks[i] >> 32)));
+  }
+  uint64_t above = 0, others = 0;
+  for (int i = 0; i < pieces.count; ++i) {
+    above += pieces.above()[i];
+    others += pieces.others()[i];
+  }
+  sync_block();
+  const Limit exactly{true, draw.request.top_p};
+  return last_of_few(s, ranks, weights, count, above, above + others, exactly, exactly);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads) draw_kernel(const Problem<T> p, const Pieces pieces) {
+  GRISTMILL_SHARED(float, rough_per_warp, kWarps);
+  follow_previous_kernel();
+  Draw<T> draw(p, pieces);
+  draw.top = pieces.best();
+  if (!draw.in_pieces(p)) return;
+  SampleScratch s = sample_scratch();
+  const Scores scores = draw.scores(p);
+  const uint64_t least = least_of_pieces(s, draw, scores, pieces);
+  if (least == kBroken) return;
+  Best best;
+  draw_from_row(Candidates<T>{draw.row, scores, s, -1, least}, draw.request, MinP(draw.request.min_p), rough_per_warp,
+                best);
+  best = best.of_block(s);
+  if (threadIdx.x != 0) return;
+  pieces.values()[blockIdx.y] = best.value;
+  pieces.ids()[blockIdx.y] = static_cast<uint64_t>(best.id);
+  *pieces.status() = Pieces::kDrawn;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads) sample_kernel(const Problem<T> p, const Pieces pieces) {
+  GRISTMILL_SHARED(float, rough_per_warp, kWarps);
+  SampleScratch s = sample_scratch();
+  follow_previous_kernel();
+  const bool cut = pieces.memory != nullptr;
+  const int64_t b = blockIdx.x;
+  Draw<T> draw(p, pieces);
+  uint64_t mine = cut ? 0 : best_of_thread(draw.row);
+  draw.top = cut ? pieces.best() : block_max(mine, s.per_warp);
+  if (!draw.valid() || draw.takes_best()) {
+    if (threadIdx.x == 0) p.out[b] = draw.valid() ? id_of(draw.top) : -1;
+    return;
+  }
+  if (cut && *pieces.status() == Pieces::kDrawn) {
+    if (threadIdx.x == 0) p.out[b] = pieces.drawn().id;
+    return;
+  }
+  const Request& request = draw.request;
+  const Scores scores = draw.scores(p);
+  Candidates<T> candidates{draw.row, scores, s};
+  if (draw.takes_k(p)) {
+    if (cut) mine = best_of_thread(draw.row);
+    keep_top_k(s, candidates, mine, request.top_k, p.id_bits);
+  }
+  if (request.top_p < 1) keep_top_p(s, candidates, draw.has_rough_masses() && !cut, request.top_p, p.id_bits);
   const MinP min_p(request.min_p);
   Best best;
   if (candidates.listed >= 0) {
@@ -409,8 +611,30 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const Problem<T>
   } else {
     draw_from_row(candidates, request, min_p, rough_per_warp, best);
   }
-  const int32_t id = best.of_block(s);
+  const int32_t id = best.of_block(s).id;
   if (threadIdx.x == 0) p.out[b] = id;
+}
+
+template <typename T>
+void run(const Launch& launch, const Problem<T>& problem, const Tensor& logits) {
+  const int64_t rows = logits.size(0), wanted = pieces_of(launch, rows, problem.vocab, 2048);
+  const dim3 block(kSampleThreads);
+  Pieces pieces{};
+  Tensor memory;
+  if (wanted > 1) {
+    pieces.size = piece_of<T>(problem.vocab, wanted);
+    pieces.count = static_cast<int>((problem.vocab + pieces.size - 1) / pieces.size);
+    memory = torch::stable::new_empty(logits, {rows * (Pieces::kPerPiece * pieces.count + Pieces::kPerRow)},
+                                      ScalarType::Long);
+    pieces.memory = reinterpret_cast<uint64_t*>(mutable_data<int64_t>(memory));
+    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(pieces.count));
+    launch.early<best_kernel<T>>(grid, block, problem, pieces);
+    launch.early_shared<mass_kernel<T>>(grid, block, SampleScratch::kBytes, problem, pieces);
+    launch.early_shared<border_kernel<T>>(grid, block, SampleScratch::kBytes, problem, pieces);
+    launch.early_shared<draw_kernel<T>>(grid, block, SampleScratch::kBytes, problem, pieces);
+  }
+  launch.early_shared<sample_kernel<T>>(dim3(static_cast<unsigned>(rows)), block, SampleScratch::kBytes, problem,
+                                        pieces);
 }
 
 }  // namespace
@@ -429,9 +653,7 @@ void sample(const Tensor& out, const Tensor& logits, const Tensor& temperature, 
         data<float>(temperature),   data<int32_t>(top_k),
         data<float>(top_p),         data<float>(min_p),
         data<int64_t>(seeds),       data<int32_t>(positions)};
-    const Launch launch(logits);
-    launch.early_shared<sample_kernel<T>>(dim3(static_cast<unsigned>(logits.size(0))), dim3(kSampleThreads),
-                                          SampleScratch::kBytes, problem);
+    run(Launch(logits), problem, logits);
   });
 }
 

@@ -178,6 +178,12 @@ inline uint32_t atomic_add(uint32_t* at, uint32_t value) {
   return before;
 }
 
+inline uint64_t atomic_add(uint64_t* at, uint64_t value) {
+  const uint64_t before = *at;
+  *at += value;
+  return before;
+}
+
 // CUDA has these at global scope.
 template <typename A, typename B>
   requires std::is_arithmetic_v<A> && std::is_arithmetic_v<B>

@@ -133,6 +133,26 @@ def sample_cases() -> list[Case]:
     cases.append(_sample("broken", lambda inputs: broken_rows(1), 1, torch.float32, off))
     cases.append(_sample("large", random_rows(50_257, 3), 50_257, torch.float32, {"temperature": 1.0, "top_p": 0.9}))
     cases.append(_sample("large", random_rows(50_257, 2), 50_257, torch.bfloat16, {"temperature": 1.0, "top_k": 40}))
+    # One row per call, which an implementation may cut into pieces. In `steps` equals cross their borders and that of top-p.
+    steps = torch.arange(6001).remainder(7).float()[None]
+    lonely = [
+        {},
+        {"top_p": 0.7},
+        {"top_p": 0.0},
+        {"min_p": 0.1},
+        {"top_p": 0.9, "min_p": 0.01},
+        {"top_k": 30},
+        {"temperature": 0.0},
+        {"temperature": INF, "top_p": 0.5},
+    ]
+    for parameters, dtype in itertools.product(lonely, DTYPES):
+        cases.append(_sample("alone", random_rows(5003, 1), 5003, dtype, {**off, **parameters}))
+        cases.append(_sample("steps", lambda inputs: steps, 6001, dtype, {**off, "temperature": 1.5, **parameters}))
+    # Nearly as likely one as the other: who stays decides who is drawn.
+    for share in (0.2, 0.35, 0.5, 0.65, 0.8, 0.95):
+        cases.append(_sample("flat", lambda inputs: steps * 0.05, 6001, torch.float32, {**off, "temperature": 1.0, "top_p": share}))
+    cases.append(_sample("alone-broken", lambda inputs: lonely_rows()[3], 5001, torch.float32, {**off, "top_p": 0.5}))
+    cases.append(_sample("alone-empty", lambda inputs: lonely_rows()[4], 4500, torch.float32, {**off, "top_p": 0.5}))
     # More equals than a short list of the best can hold: an infinite temperature makes all alike.
     for parameters in ({"top_k": 9}, {"top_k": 700}, {"top_p": 0.5}, {"top_k": 300, "top_p": 0.5}, {"min_p": 0.9}):
         cases.append(_sample("alike", random_rows(5003, 3), 5003, torch.float32, {**off, "temperature": INF, **parameters}))
