@@ -14,6 +14,7 @@ import pytest
 
 from gristmill import Engine
 from gristmill.catalogue import resolve_model
+from tests.support.idle import idle_stats
 from tests.support.oracle import GreedyRun, check_same, greedy, load_gguf_oracle
 from tests.support.prompts import PROMPTS
 
@@ -78,7 +79,7 @@ CONFIGS = {
 def test_ids_equal_the_solo_run_and_again_from_the_cache(options, model_path, runs):
     with make_engine(model_path, **options) as engine:
         check_all(runs, generate(engine, runs))
-        before = engine.stats
+        before = idle_stats(engine)
         assert before.running == before.waiting == before.pool_locked == 0
         if options.get("chunk_tokens"):
             assert before.chunks >= 5
@@ -94,7 +95,7 @@ def test_ids_equal_the_solo_run_without_a_prefix_cache(model_path, runs):
     with make_engine(model_path, radix_cache=False) as engine:
         check_all(runs, generate(engine, runs))
         check_all(runs[:4], generate(engine, runs[:4]))
-        stats = engine.stats
+        stats = idle_stats(engine)
         assert stats.cached_tokens == 0 and stats.pool_free == stats.pool_total
 
 
@@ -103,7 +104,7 @@ def test_ids_equal_the_solo_run_when_requests_are_retracted(overlap, model_path,
     longest = max(len(run.prompt) for run in runs) + N_TOKENS
     with make_engine(model_path, pool_tokens=4 * longest, overlap=overlap, chunk_tokens=32) as engine:
         check_all(runs, generate(engine, runs))
-        stats = engine.stats
+        stats = idle_stats(engine)
         assert stats.retractions > 0, stats
         assert stats.pool_free + stats.pool_evictable == stats.pool_total and stats.pool_locked == 0
 
@@ -142,7 +143,7 @@ def test_ids_equal_the_solo_run_when_priorities_preempt(overlap, model_path, run
         thread.join()
         check_all(runs[:12], low)
         check_all(runs[12:16], high)
-        stats = engine.stats
+        stats = idle_stats(engine)
         assert stats.preemptions > 0, stats
         assert stats.pool_locked == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from gristmill import Engine
+from tests.support.idle import idle_stats
 from tests.support.oracle import GreedyRun, check_same, greedy
 from tests.support.tiny_model import make_tiny_model
 
@@ -55,14 +55,6 @@ CONFIGS = {
     "torch_native": {"attention_backend": "torch_native", "chunk_tokens": 64},
     "no prefix cache": {"radix_cache": False},
 }
-
-
-def idle_stats(engine: Engine):
-    """The last answer arrives a moment before the scheduler has taken back what it used."""
-    deadline = time.monotonic() + 5
-    while (stats := engine.stats).running + stats.waiting and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return stats
 
 
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())

@@ -142,7 +142,7 @@ import torch
 from gristmill.worker import runner
 plain = runner.ModelRunner._run
 def broken(self, done, batch):
-    if done.step.step > 0:
+    if hasattr(self, "caps"):  # not in the rehearsal
         {0}
     return plain(self, done, batch)
 runner.ModelRunner._run = broken
