@@ -129,7 +129,8 @@ def _window_kv_indices(draw: Draw) -> Trial:
     spans = []
     for length, rows in zip(lens, q_lens or [1] * draw.requests, strict=True):
         end = max(0, length)
-        first = 0 if window < 0 else min(end, max(0, length - rows - window))
+        # A window longer than any list is taken to be as long as the longest, which a negative number of rows can tell apart.
+        first = 0 if window < 0 else min(end, max(0, length - rows - min(window, MAX)))
         spans.append((first, end - first))
 
     def entry(slot: int) -> int:
