@@ -60,29 +60,43 @@ struct MergeRow {
 
   struct Weighed {
     float largest, base, total;  // total: of exponentials relative to base
+    float mine;                  // weight of the piece with this lane's number
   };
-  // By all lanes of a warp.
+  // By all lanes of a warp. The first kChunks * kWarp pieces are asked for at once.
+  template <int kChunks>
   __device__ Weighed weigh() const {
+    constexpr int kFirst = kChunks * kWarp;
+    float scores[kChunks], totals[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int32_t piece = c * kWarp + lane_index();
+      scores[c] = piece < pieces ? largest_of(piece) : -INFINITY;
+      totals[c] = piece < pieces ? total_of(piece) : 0.0f;
+    }
     const float sink = p.sinks != nullptr ? p.sinks[head] * kLog2E : -INFINITY;
     float most = sink;
-#pragma unroll 1
-    for (int32_t begin = lane_index(); begin - lane_index() < pieces; begin += 4 * kWarp) {
-      float some[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) some[i] = begin + i * kWarp < pieces ? largest_of(begin + i * kWarp) : -INFINITY;
-      most = fmaxf(most, fmaxf(fmaxf(some[0], some[1]), fmaxf(some[2], some[3])));
-    }
+    for (int c = 0; c < kChunks; ++c) most = fmaxf(most, scores[c]);
+#pragma unroll 1
+    for (int32_t piece = kFirst + lane_index(); piece < pieces; piece += kWarp) most = fmaxf(most, largest_of(piece));
     most = warp_max(most);
     const float base = most == -INFINITY ? 0.0f : most;
     float total = exp2_fast(sink - base);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (c * kWarp < pieces) total += warp_sum(totals[c] * exp2_fast(scores[c] - base));
+    }
 #pragma unroll 1
-    for (int32_t begin = 0; begin < pieces; begin += kWarp) {
+    for (int32_t begin = kFirst; begin < pieces; begin += kWarp) {
       const int32_t piece = begin + lane_index();
       total += warp_sum(piece < pieces ? total_of(piece) * exp2_fast(largest_of(piece) - base) : 0.0f);
     }
-    return {most, base, total};
+    return {most, base, total, exp2_fast(scores[0] - base)};
   }
 
+  __device__ float weight_of(int32_t piece, const Weighed& weighed) const {
+    return piece < pieces ? exp2_fast(largest_of(piece) - weighed.base) : 0.0f;
+  }
   __device__ float factor(const Weighed& weighed) const {
     return p.v_scale / (weighed.total == 0 ? 1.0f : weighed.total);
   }
@@ -120,7 +134,7 @@ __global__ void __launch_bounds__(kGroups* kWarp) decode_merge_kernel(const Deco
         parts[i] = row.part(piece, column);
         weights[i] = piece < row.pieces ? row.largest_of(piece) : -INFINITY;
       }
-      if (begin == group && column < kStep) weighed = row.weigh();
+      if (begin == group && column < kStep) weighed = row.weigh<4>();
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float weight = exp2_fast(weights[i] - weighed.base);
@@ -164,16 +178,20 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp) decode_merge_narrow_kerne
 #pragma unroll 1
     for (int32_t begin = first_group; begin < row.pieces || begin == 0; begin += kGroups) {
       Part parts[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) parts[i] = row.part(begin + i, column);
+      if (begin == 0) weighed = row.weigh<1>();
       float weights[kAtOnce];
+      if (begin < kWarp) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        parts[i] = row.part(begin + i, column);
-        weights[i] = begin + i < row.pieces ? row.largest_of(begin + i) : -INFINITY;
+        for (int i = 0; i < kAtOnce; ++i) weights[i] = shuffle(weighed.mine, begin + i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) weights[i] = row.weight_of(begin + i, weighed);
       }
-      if (begin == 0) weighed = row.weigh();
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const float weight = exp2_fast(weights[i] - weighed.base);
+        const float weight = weights[i];
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) sums[i][j] = fmaf(parts[i][j], weight, sums[i][j]);
       }
