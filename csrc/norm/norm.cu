@@ -289,7 +289,7 @@ struct Kernels {
   }
 
   void run(const Launch& launch, const Problem<T, false>& problem) const {
-    if (packs <= 64) return narrow<0, 32>(launch, problem);
+    if (packs <= 64) return narrow<2, 32>(launch, problem);
     if (packs > int64_t{kPacksWanted} * kMaxThreads) return wide<0, kMaxThreads>(launch, problem);
     int threads = 64;
     while (threads * kPacksWanted < packs) threads *= 2;
