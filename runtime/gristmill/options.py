@@ -48,7 +48,11 @@ class Options:
         choices=("auto", "float32", "bfloat16"),
         group="compute",
     )
-    attention_backend: str = _opt("auto", "attention backend by registered name, or auto", group="compute")
+    attention_backend: str = _opt(
+        "auto",
+        "attention backend by name, or auto, or two as PREFILL+DECODE (flashinfer+cuda): one for prompts, another for decode steps",
+        group="compute",
+    )
     graphs: str = _opt(
         "lazy",
         "on a GPU, captured graphs of decode steps: lazy (a batch size is captured when it first comes), start (all before serving), off",
@@ -79,7 +83,7 @@ class Options:
         high=0.98,
         group="memory",
     )
-    page_size: int = _opt(1, "tokens per page of the KV pool", low=1, high=64, group="memory")
+    page_size: int = _opt(1, "tokens per page of the KV pool", low=1, high=256, group="memory")
     max_running: int = _opt(0, "most requests in one step (0: 64 on a CPU, 256 on a GPU)", low=0, high=4096, group="scheduling")
     max_queued: int = _opt(1024, "most requests waiting; one more is refused with 503", low=1, group="server")
 

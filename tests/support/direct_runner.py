@@ -29,6 +29,7 @@ class Row:
     logprobs: int = -1
     prompt_logprobs_from: int = -1
     done: int = 0
+    pages: dict[int, int] = field(default_factory=dict)  # per pool, the page of the last position
     admitted: bool = False
     logits: list[torch.Tensor] = field(default_factory=list)  # raw logits of every sampled position
     blocks: list[LogprobBlock] = field(default_factory=list)
@@ -42,8 +43,9 @@ class DirectRunner:
         with torch.inference_mode():
             self.runner = ModelRunner(path, Options(**settings))
         rng = np.random.default_rng(seed)
+        self._page_size = self.runner.pool.page_size
         pools = [self.runner.pool.slots, self.runner.pool.window_slots]
-        self._kv_slots = [rng.permutation(slots).tolist() for slots in pools if slots]
+        self._free_pages = [rng.permutation(slots // self._page_size).tolist() for slots in pools if slots]
         self._req_slots = rng.permutation(self.runner.max_reqs).tolist()
         self.steps = 0
 
@@ -61,9 +63,9 @@ class DirectRunner:
                 )
             left = len(row.ids) - row.done
             n = min(left, chunk) if chunk else left
-            for pool, free in enumerate(self._kv_slots):
+            for pool in range(len(self._free_pages)):
                 writes.append(Write(pool, row.req_slot, row.done, n))
-                write_slots += [free.pop() for _ in range(n)]
+                write_slots += [self._kv_slot(row, pool, position) for position in range(row.done, row.done + n)]
             q_lens.append(n)
             kv_lens.append(row.done + n)
             emit.append(int(n == left))
@@ -86,6 +88,13 @@ class DirectRunner:
                 row.ids.append(int(result.ids[i]))
                 emitted += 1
         return result
+
+    def _kv_slot(self, row: Row, pool: int, position: int) -> int:
+        """The slot of `position`; called for one position after another."""
+        within = position % self._page_size
+        if within == 0:
+            row.pages[pool] = self._free_pages[pool].pop()
+        return row.pages[pool] * self._page_size + within
 
     def _mask(self, step: int, allowed: dict[int, np.ndarray]) -> Mask:
         vocab = self.runner.config.vocab_size

@@ -70,6 +70,11 @@ class AttentionBackend(ABC):
     def supports(cls, config: ModelConfig, device: str, dtype: torch.dtype) -> str | None:
         """None when the backend can run this model, else the reason it cannot, as a clause ("head_dim 7 is not a multiple of 8")."""
 
+    @classmethod
+    def supports_page_size(cls, page_size: int) -> str | None:
+        """None when the backend can read a pool of such pages, else the reason. Most need no pages: to them, slots are single."""
+        return None
+
     @abstractmethod
     def prepare(self, batch: ForwardBatch, *, in_graph: bool = False) -> None:
         """Build this step's metadata into batch.attention."""

@@ -34,27 +34,24 @@ class _Metadata(NamedTuple):
     out_slots: torch.Tensor
 
 
-class KernelBackend(AttentionBackend):
-    """Dense and latent attention over CSR lists of slots. `family` names the implementations to use; None: the best of the device."""
+class StoringBackend(AttentionBackend):
+    """What the backends share that write keys and values with the ops of gristmill_kernels, whoever computes the attention.
+
+    `family` names the implementations to use; None: the best of the device. `prepare` of a subclass sets batch.attention[windowed] to a
+    tuple with `out_slots`, the KV slots of the step's own tokens in the pool of the layers without (False) and with (True) a window.
+    """
 
     family: ClassVar[str | None] = None
-    captures = float8_caches = True
 
     def __init__(self, config: ModelConfig, pool: KVPool | LatentPool, dtype: torch.dtype | None = None) -> None:
         super().__init__(config, pool, dtype)
         self.device, self._families = pool.device, dict[str, str]()
-        self._kv_indices, self._qo_indptr = (self._op(name, (self.device,)) for name in ("kv_indices", "qo_indptr"))
-        dtype, cached = self.dtype, pool.dtype
-        if isinstance(pool, LatentPool):
-            latent = (self.device, dtype, cached, pool.latent_dim, pool.rope_dim, config.num_heads)
-            self._mla_store, self._mla_decode = self._op("mla_store", (self.device, dtype, cached)), self._op("mla_decode", latent)
-            return
-        dim = config.head_dim
-        dense = (self.device, dtype, cached, dim, dim, config.num_heads, config.num_kv_heads)
-        rotary = (self.device, dtype, cached, dim, dim)  # worth a launch less where a launch is what it costs
-        self._rotate_and_store = None if self.device == "cpu" else self._op("apply_rope_store_kv", rotary)
-        self._store = self._op("store_kv", (self.device, dtype, cached))
-        self._decode, self._extend = self._op("decode_attention", dense), self._op("extend_attention", dense)
+        self._kv_indices = self._op("kv_indices", (self.device,))
+        if isinstance(pool, KVPool):
+            dtypes, dim = (self.device, self.dtype, pool.dtype), config.head_dim
+            # worth a launch less where a launch is what it costs
+            self._rotate_and_store = None if self.device == "cpu" else self._op("apply_rope_store_kv", (*dtypes, dim, dim))
+            self._store = self._op("store_kv", dtypes)
 
     def _op(self, name: str, key: tuple[Any, ...]) -> Callable[..., None]:
         """The op of this backend's family; what runs is remembered for `families`. Raises OptionError when the family cannot run it."""
@@ -68,6 +65,50 @@ class KernelBackend(AttentionBackend):
 
     def families(self) -> dict[str, str]:
         return self._families
+
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+    ) -> bool:
+        if self._rotate_and_store is None:
+            return False
+        assert isinstance(self.pool, KVPool)
+        meta = batch.attention[layer.window_left >= 0]
+        caches = self.pool.layer(layer.layer_id)
+        self._rotate_and_store(q, k, *caches, v, batch.positions, cos_sin_cache, meta.out_slots, is_neox)
+        return True
+
+    def _store_own(self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch) -> tuple[Any, Any]:
+        """Write the step's own keys and values to the layer's pool; returns the metadata of that pool and its tensors."""
+        assert isinstance(self.pool, KVPool)
+        meta = batch.attention[layer.window_left >= 0]
+        caches = self.pool.layer(layer.layer_id)
+        if k is not None:
+            self._store(*caches, k, v, meta.out_slots)
+        return meta, caches
+
+
+class KernelBackend(StoringBackend):
+    """Dense and latent attention over CSR lists of slots."""
+
+    captures = float8_caches = True
+
+    def __init__(self, config: ModelConfig, pool: KVPool | LatentPool, dtype: torch.dtype | None = None) -> None:
+        super().__init__(config, pool, dtype)
+        self._qo_indptr = self._op("qo_indptr", (self.device,))
+        dtype, cached = self.dtype, pool.dtype
+        if isinstance(pool, LatentPool):
+            latent = (self.device, dtype, cached, pool.latent_dim, pool.rope_dim, config.num_heads)
+            self._mla_store, self._mla_decode = self._op("mla_store", (self.device, dtype, cached)), self._op("mla_decode", latent)
+            return
+        dense = (self.device, dtype, cached, config.head_dim, config.head_dim, config.num_heads, config.num_kv_heads)
+        self._decode, self._extend = self._op("decode_attention", dense), self._op("extend_attention", dense)
 
     # --- metadata
 
@@ -106,35 +147,6 @@ class KernelBackend(AttentionBackend):
         return _Metadata(qo_indptr, kv_indptr, kv_indices, out_slots)
 
     # --- dense
-
-    def rotate_and_store(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        is_neox: bool,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-    ) -> bool:
-        if self._rotate_and_store is None:
-            return False
-        assert isinstance(self.pool, KVPool)
-        meta: _Metadata = batch.attention[layer.window_left >= 0]
-        caches = self.pool.layer(layer.layer_id)
-        self._rotate_and_store(q, k, *caches, v, batch.positions, cos_sin_cache, meta.out_slots, is_neox)
-        return True
-
-    def _store_own(
-        self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch
-    ) -> tuple[_Metadata, Any]:
-        """Write the step's own keys and values to the layer's pool; returns the lists of that pool and its tensors."""
-        assert isinstance(self.pool, KVPool)
-        meta: _Metadata = batch.attention[layer.window_left >= 0]
-        caches = self.pool.layer(layer.layer_id)
-        if k is not None:
-            self._store(*caches, k, v, meta.out_slots)
-        return meta, caches
 
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor

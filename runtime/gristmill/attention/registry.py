@@ -47,6 +47,8 @@ def backends() -> dict[str, type[AttentionBackend]]:
         _loaded = True
         import gristmill.attention.cpu
         import gristmill.attention.cuda
+        import gristmill.attention.flash_attn.backend
+        import gristmill.attention.flashinfer.backend
         import gristmill.attention.torch_native
         import gristmill.attention.triton  # noqa: F401
 
@@ -59,24 +61,45 @@ def backends() -> dict[str, type[AttentionBackend]]:
     return _registered
 
 
-def choose(name: str, config: ModelConfig, device: str, dtype: torch.dtype) -> tuple[type[AttentionBackend], str]:
-    """The backend called `name`, or for "auto" the best that supports the model; and a sentence why.
+def choose(name: str, config: ModelConfig, device: str, dtype: torch.dtype, page_size: int = 1) -> tuple[type[AttentionBackend], str]:
+    """The backend called `name`, for "auto" the best that supports the model, for "PREFILL+DECODE" the hybrid of two; and a sentence why.
 
-    Raises OptionError when the named backend is unknown, cannot be loaded or does not support the model.
+    Raises OptionError when a named backend is unknown, cannot be loaded or does not support the model or the pages of its pool.
     """
+    if "+" in name:
+        return _choose_two(name, config, device, dtype, page_size)
     known = backends()
-    if name != "auto":
-        if name not in known:
-            why = f"; loading it failed with {_failed[name]}" if name in _failed else ""
-            raise OptionError(f"--attention-backend must be auto or one of {', '.join(sorted(known))}, not {name!r}{why}")
-        reason = known[name].supports(config, device, dtype)
-        if reason is not None:
-            raise OptionError(f"--attention-backend {name} cannot run this model: {reason}")
-        return known[name], "asked for"
+    if name == "auto":
+        return _choose_best(config, device, dtype, page_size)
+    if name not in known:
+        why = f"; loading it failed with {_failed[name]}" if name in _failed else ""
+        raise OptionError(f"--attention-backend must be auto or one of {', '.join(sorted(known))}, not {name!r}{why}")
+    reason = _why_not(known[name], config, device, dtype, page_size)
+    if reason is not None:
+        raise OptionError(f"--attention-backend {name} cannot run this model: {reason}")
+    return known[name], "asked for"
+
+
+def _choose_two(name: str, config: ModelConfig, device: str, dtype: torch.dtype, page_size: int) -> tuple[type[AttentionBackend], str]:
+    names = name.split("+")
+    if len(names) != 2 or not all(names):
+        raise OptionError(f"--attention-backend must be one name, or two as PREFILL+DECODE, not {name!r}")
+    prefill, decode = (choose(part, config, device, dtype, page_size)[0] for part in names)
+    from gristmill.attention.hybrid import hybrid
+
+    return (prefill if prefill is decode else hybrid(prefill, decode)), "asked for"
+
+
+def _choose_best(config: ModelConfig, device: str, dtype: torch.dtype, page_size: int) -> tuple[type[AttentionBackend], str]:
     declined: list[str] = []
     for candidate in AUTO_ORDER.get(device, ()):
-        reason = known[candidate].supports(config, device, dtype)
+        backend = backends()[candidate]
+        reason = _why_not(backend, config, device, dtype, page_size)
         if reason is None:
-            return known[candidate], "; ".join(["first choice for " + device if not declined else "fallback", *declined])
+            return backend, "; ".join(["first choice for " + device if not declined else "fallback", *declined])
         declined.append(f"{candidate}: {reason}")
     raise OptionError(f"no attention backend can run this model on {device}: {'; '.join(declined) or 'none is known'}")
+
+
+def _why_not(backend: type[AttentionBackend], config: ModelConfig, device: str, dtype: torch.dtype, page_size: int) -> str | None:
+    return backend.supports(config, device, dtype) or backend.supports_page_size(page_size)

@@ -32,11 +32,9 @@ def _step(number: int, q_lens: list[int], kv_lens: list[int], emit: list[int], n
     pools = len(runner.tables.kv_slots)
     writes, slots = [], []
     for pool in range(pools):
-        at = 0
         for slot, n in enumerate(q_lens):
             writes.append(Write(pool, slot, 0, n))
-            slots.append(np.arange(at, at + n, dtype=np.int32))
-            at += n
+            slots.append(np.arange(n, dtype=np.int32))  # all rows in the same slots, in whole pages: nobody looks at the results
     return Step(
         number, ints(range(len(q_lens))), ints(q_lens), ints(kv_lens), ints(emit), new=new, writes=writes, write_slots=np.concatenate(slots)
     )

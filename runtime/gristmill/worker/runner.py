@@ -96,7 +96,7 @@ class ModelRunner:
         self.kv_dtype = self.dtype if options.kv_dtype == "auto" else _KV_DTYPES[options.kv_dtype]
         self.max_context = context_limit(self.config, options)
         self.max_reqs = options.max_running
-        self._backend_class, backend_reason = choose(options.attention_backend, self.config, self.device, self.dtype)
+        self._backend_class, backend_reason = choose(options.attention_backend, self.config, self.device, self.dtype, options.page_size)
         if self.kv_dtype != self.dtype and not self._backend_class.float8_caches:
             name = getattr(self._backend_class, "registered_name", "this")
             raise OptionError(f"--kv-dtype {options.kv_dtype} cannot be used: attention backend {name} reads no 8-bit floats")
@@ -168,13 +168,13 @@ class ModelRunner:
         """Make the buffers of the largest steps and run them once over a pool that is just large enough."""
         rows = self.most_tokens()
         self.model.reserve(rows, self.max_reqs)
-        self._make_pools(PoolSizes(rows, rows if self.config.sliding_window else 0), for_rehearsal=True)
+        slots = -(-rows // self.options.page_size) * self.options.page_size
+        self._make_pools(PoolSizes(slots, slots if self.config.sliding_window else 0), for_rehearsal=True)
         rehearsal.run(self, rows)
         del self.pool, self.backend, self.tables
 
     def _make_pools(self, sizes: PoolSizes, *, for_rehearsal: bool = False) -> None:
-        page_size = 1 if for_rehearsal else self.options.page_size
-        self.pool = KVPool(self.config, sizes, page_size, self.kv_dtype, self.device)
+        self.pool = KVPool(self.config, sizes, self.options.page_size, self.kv_dtype, self.device)
         self.backend: AttentionBackend = self._backend_class(self.config, self.pool, self.dtype)
         self.tables = RequestTables(self.max_reqs, self.max_context, 2 if sizes.window else 1, self.device)
         if self.launches and not for_rehearsal and self.options.graphs != "off" and self.backend.captures:

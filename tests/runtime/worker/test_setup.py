@@ -126,7 +126,7 @@ def test_auto_prefers_the_kernels_and_says_why_not(model_dir, fresh_registry):
     assert backend.registered_name == "torch_native" and "head_dim 12 is not a multiple of 8" in reason
     with pytest.raises(OptionError, match="--attention-backend cpu cannot run this model: head_dim 12"):
         registry.choose("cpu", odd, "cpu", torch.float32)
-    with pytest.raises(OptionError, match="must be auto or one of cpu, cuda, torch_native, triton, not 'fast'"):
+    with pytest.raises(OptionError, match="must be auto or one of cpu, cuda, flash_attn, flashinfer, torch_native, triton, not 'fast'"):
         registry.choose("fast", config, "cpu", torch.float32)
 
 
