@@ -12,7 +12,7 @@ from gristmill.worker.graphs import DecodeGraphs
 
 
 class EagerGraphs(DecodeGraphs):
-    """Instead of being replayed, the pass runs again over the batch of the "capture": padding in its host arrays, real rows in its tensors."""
+    """What would be replayed runs again, over the batch of the "capture": padding in its host arrays, real rows in its tensors."""
 
     def __init__(self, runner: Any, sizes: list[int]) -> None:
         with mock.patch("torch.cuda.Stream"):

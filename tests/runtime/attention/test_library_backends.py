@@ -16,6 +16,7 @@ from gristmill.attention.flashinfer.backend import FlashInferBackend
 from gristmill.attention.registry import backends, choose
 from gristmill.errors import OptionError
 from gristmill.loading.config import ModelConfig, load_config
+from gristmill.worker import rehearsal
 from tests.support import fake_flash_attn, fake_flashinfer
 from tests.support.direct_runner import DirectRunner
 from tests.support.eager_graphs import EagerGraphs
@@ -166,3 +167,12 @@ def test_the_double_of_flashinfer_has_its_signatures(wrapper: str) -> None:
     for method in ("__init__", "plan", "run"):
         ours, theirs = (list(inspect.signature(getattr(cls, method)).parameters) for cls in (getattr(fake_flashinfer, wrapper), real))
         assert set(ours) <= set(theirs) and theirs[:8] == ours[:8]
+
+
+@pytest.mark.parametrize(("backend", "page_size"), [("cpu", 1), ("fake_flash_attn_2", 256), ("fake_flashinfer", 1)])
+@pytest.mark.usefixtures("doubles")
+def test_the_largest_steps_of_a_rehearsal(backend: str, page_size: int, tmp_path: Path) -> None:
+    """A pool of just the tokens of one step, in whole pages, is room enough for both steps."""
+    driver = DirectRunner(make_tiny_model(tmp_path / "m"), attention_backend=backend, page_size=page_size, pool_tokens=1024, max_running=8)
+    with torch.inference_mode():
+        rehearsal.run(driver.runner, 1020)

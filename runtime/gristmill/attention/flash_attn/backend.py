@@ -77,7 +77,7 @@ class FlashAttnBackend(LibraryBackend):
     ) -> None:
         meta, caches = self._store_own(k, v, layer, batch)
         attend = self._library.decode if batch.is_decode else self._library.extend
-        pages = (cache.unflatten(0, (-1, self._page_size)) for cache in caches)
-        out.copy_(attend(q, *pages, meta.rows, layer.sm_scale, layer.window_left))
+        k_pages, v_pages = (cache.unflatten(0, (-1, self._page_size)) for cache in caches)
+        out.copy_(attend(q, k_pages, v_pages, meta.rows, layer.sm_scale, layer.window_left))
 
     forward_decode = forward_extend
