@@ -157,6 +157,15 @@ def test_a_pair_of_the_same_is_that_one(config: ModelConfig) -> None:
         choose("cpu+fast", config, "cpu", torch.float32)
 
 
+@pytest.mark.usefixtures("doubles")
+def test_the_example_of_the_docs_registers_and_declines(config: ModelConfig) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    mine = backends()["mine"]
+    assert mine.supports(replace(config, head_dim=128), "cuda", torch.bfloat16) == "No module named 'my_library'"
+    assert mine.supports(config, "cuda", torch.bfloat16) == "head_dim 64 is not 128"
+
+
 # --- the doubles
 
 

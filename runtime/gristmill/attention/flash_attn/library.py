@@ -118,12 +118,16 @@ class FlashAttention3:
 
 def find() -> FlashAttention2 | FlashAttention3:
     """Version 3 on Hopper if it is there, else version 2. Raises ImportError, a clause."""
+    reasons = []
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         try:
             return FlashAttention3(libraries.find("flash_attn_interface", "flash-attn-3", (3, 0)))
-        except ImportError:
-            pass  # version 2 says what is missing if it is not there either
-    return FlashAttention2(libraries.find("flash_attn", "flash-attn", _OLDEST))
+        except ImportError as error:
+            reasons.append(str(error))
+    try:
+        return FlashAttention2(libraries.find("flash_attn", "flash-attn", _OLDEST))
+    except ImportError as error:
+        raise ImportError("; ".join([*reasons, str(error)])) from error
 
 
 def _window(window_left: int) -> tuple[int, int]:
