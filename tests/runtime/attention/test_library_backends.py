@@ -58,7 +58,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def logits_of(folder: Path, backend: str, page_size: int = 1, captured: bool = False, dtype: str = "float32") -> torch.Tensor:
     """Prompts in chunks beside decode rows, then decode steps of fewer and fewer rows. All memory that was never written is NaN."""
-    driver = DirectRunner(folder, attention_backend=backend, page_size=page_size, pool_tokens=8192, max_running=8, dtype=dtype)
+    settings = {"page_size": page_size, "pool_tokens": 8192, "max_running": 8, "dtype": dtype, "device": "cpu"}
+    driver = DirectRunner(folder, attention_backend=backend, **settings)
     runner = driver.runner
     with torch.inference_mode():
         for layer in range(runner.config.num_layers):
@@ -97,7 +98,7 @@ def test_bfloat16_follows_float32(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("doubles")
 def test_a_hybrid_plans_only_what_a_step_needs(tmp_path: Path) -> None:
-    driver = DirectRunner(make_tiny_model(tmp_path / "m"), attention_backend="fake_flashinfer+cpu")
+    driver = DirectRunner(make_tiny_model(tmp_path / "m"), attention_backend="fake_flashinfer+cpu", device="cpu")
     assert driver.runner.caps["attention_backend"] == "fake_flashinfer+cpu"
     assert driver.runner.caps["implementations"]["extend_attention"] == "flashinfer / native"
     fake_flashinfer.plans.clear()
@@ -182,6 +183,7 @@ def test_the_double_of_flashinfer_has_its_signatures(wrapper: str) -> None:
 @pytest.mark.usefixtures("doubles")
 def test_the_largest_steps_of_a_rehearsal(backend: str, page_size: int, tmp_path: Path) -> None:
     """A pool of just the tokens of one step, in whole pages, is room enough for both steps."""
-    driver = DirectRunner(make_tiny_model(tmp_path / "m"), attention_backend=backend, page_size=page_size, pool_tokens=1024, max_running=8)
+    settings = {"page_size": page_size, "pool_tokens": 1024, "max_running": 8, "device": "cpu"}
+    driver = DirectRunner(make_tiny_model(tmp_path / "m"), attention_backend=backend, **settings)
     with torch.inference_mode():
         rehearsal.run(driver.runner, 1020)
