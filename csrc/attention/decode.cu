@@ -213,7 +213,9 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp) decode_merge_narrow_kerne
 template <typename T>
 void merge(const Launch& launch, const DecodeProblem& p) {
   constexpr int64_t kFew = kGroups * kSplit;  // entries per request
-  if (p.head_dim_v <= kStep && p.entries <= kFew * p.requests) {
+  // A captured graph has room for long lists whatever is in them: rows that fill the device anyway get a warp each.
+  const bool many = static_cast<int64_t>(p.requests) * p.num_qo_heads > 4 * static_cast<int64_t>(launch.processors());
+  if (p.head_dim_v <= kStep && (many || p.entries <= kFew * p.requests)) {
     const dim3 grid(p.requests, (p.num_qo_heads + kNarrowWarps - 1) / kNarrowWarps);
     launch.early<decode_merge_narrow_kernel<T>>(grid, dim3(kNarrowWarps * kWarp), p);
   } else {
