@@ -17,7 +17,7 @@ from gristmill.loading.config import ModelConfig
 Op = Callable[..., Any]
 
 # Up to so many rows a GPU streams a weight faster through skinny_linear than through the library (docs/performance.md).
-SKINNY_ROWS = 4
+SKINNY_ROWS = 8
 
 
 class LayerOps(ABC):
