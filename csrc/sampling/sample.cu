@@ -615,13 +615,16 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const Problem<T>
   if (threadIdx.x == 0) p.out[b] = id;
 }
 
+// Of more rows, those with top-k pay more for the launches than the others gain by several blocks a row.
+constexpr int64_t kFewRows = 8;
+
 template <typename T>
 void run(const Launch& launch, const Problem<T>& problem, const Tensor& logits) {
   const int64_t rows = logits.size(0), wanted = pieces_of(launch, rows, problem.vocab, 2048);
   const dim3 block(kSampleThreads);
   Pieces pieces{};
   Tensor memory;
-  if (wanted > 1) {
+  if (wanted > 1 && rows <= kFewRows) {
     pieces.size = piece_of<T>(problem.vocab, wanted);
     pieces.count = static_cast<int>((problem.vocab + pieces.size - 1) / pieces.size);
     memory = torch::stable::new_empty(logits, {rows * (Pieces::kPerPiece * pieces.count + Pieces::kPerRow)},

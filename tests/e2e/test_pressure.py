@@ -114,12 +114,14 @@ def test_a_flood_is_answered_at_once_and_costs_little_memory(server: Served) -> 
     """A connection costs what was read from it before anybody could look at it, at most one buffer of 64 KiB, and that comes back."""
     n, size = 3000, 30_000
     before = memory(server)
-    first = {role: (now - before[role]) / MIB for role, now in flood(server, n, size).items()}
-    assert server.stats()["waiting"] <= 3
-    again = {role: (now - before[role]) / MIB for role, now in flood(server, n, size).items()}
-    print(f"{n} posts of {size} bytes: {first} MiB, {again} after as many more")
-    assert first["server"] < n * 64 / 1024 and first["scheduler"] < 10 and first["detokenizer"] < 10
-    assert again["server"] < 1.25 * first["server"] + 10 and again["scheduler"] < 20 and again["detokenizer"] < 20
+    rounds = []
+    for _ in range(4):  # how many are read before the first is answered differs from round to round; what does not come back adds up
+        rounds.append({role: (now - before[role]) / MIB for role, now in flood(server, n, size).items()})
+        assert server.stats()["waiting"] <= 3
+    print(f"{n} posts of {size} bytes, four times: {rounds} MiB")
+    assert all(grown["server"] < n * 64 / 1024 for grown in rounds), rounds
+    assert all(grown[role] < 20 for grown in rounds for role in ("scheduler", "detokenizer")), rounds
+    assert rounds[0]["scheduler"] < 10 and rounds[0]["detokenizer"] < 10, rounds
     server.wait_idle()
 
 
