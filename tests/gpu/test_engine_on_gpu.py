@@ -131,7 +131,7 @@ def test_a_pool_that_does_not_fit_is_a_sentence(model_dir: Path) -> None:
         DirectRunner(model_dir, mem_fraction=0.001)
 
 
-def serve(folder: Path, *options: str, patch: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def generate(folder: Path, *options: str, patch: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     code = f"import sys\n{patch}\nfrom gristmill.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "generate", str(folder), "-p", "one two", "-n", "8", *options]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False)
@@ -163,15 +163,15 @@ runner.ModelRunner._run = broken
     ],
 )
 def test_failures_of_the_device_are_sentences(statement: str, words: str, model_dir: Path) -> None:
-    done = serve(model_dir, "--graphs=off", "--dtype=float32", patch=BREAK.format(statement))
+    done = generate(model_dir, "--graphs=off", "--dtype=float32", patch=BREAK.format(statement))
     assert done.returncode == 1, done.stderr
     assert words in done.stderr.splitlines()[-1], done.stderr[-2000:]
 
 
 def test_a_hidden_gpu_is_a_sentence(model_dir: Path) -> None:
-    done = serve(model_dir, "--device=cuda", CUDA_VISIBLE_DEVICES="")
+    done = generate(model_dir, "--device=cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0 and "--device cuda cannot be used" in done.stderr
-    assert serve(model_dir, "--device=auto", "--dtype=float32", CUDA_VISIBLE_DEVICES="").returncode == 0
+    assert generate(model_dir, "--device=auto", "--dtype=float32", CUDA_VISIBLE_DEVICES="").returncode == 0
 
 
 @pytest.mark.slow

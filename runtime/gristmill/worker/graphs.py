@@ -93,9 +93,7 @@ class DecodeGraphs:
             self._stream.synchronize()
             gc.collect()  # a tensor freed by the collector in the midst of a capture would end it
             # another thread may wait for the results of the step before
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local") if self._pool is not None else graph.capture_begin(
-                capture_error_mode="thread_local"
-            )
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 logits = self._forward(batch)
             finally:
